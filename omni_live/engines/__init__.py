@@ -1,0 +1,1 @@
+"""What runs a stage: the engine contract and the engines."""

@@ -1,0 +1,108 @@
+"""What a session wants done. Effects are values; the orchestrator performs them in order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omni_live.sessions.events import Event
+from omni_live.sessions.payload import Payload, Scalar
+from omni_live.sessions.stamp import Fence, Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Start a turn: open it on every stage between `entry` and `outputs`, then hand `payload` to `entry`."""
+
+    stamp: Stamp
+    entry: str
+    outputs: frozenset[str]
+    payload: Payload
+    params: Mapping[str, Scalar]
+    """Turn options for every stage of the turn: seed, voice, temperature, max_tokens, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Hand a session-addressed payload (client audio, a command about it, a context) to one stage's replica.
+
+    Feeds to one stage arrive in the order in which they were given. They carry no epoch.
+    """
+
+    stage: str
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseFence:
+    """Write the row. Comes before the abort and before the terminal event, always."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell every stage of the turn to stop; nobody waits for it."""
+
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The client side took `units` chunks of this turn's output from `stage`: it may send as many more."""
+
+    stamp: Stamp
+    stage: str
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Send `event` to the client. Fenced content is never sent, also if it waits in an outbox."""
+
+    event: Event
+    seq: int
+    """Output sequence number, 0 for frames that are not journaled."""
+    content: Stamp | None = None
+    """The stamp of a content event; None for everything that must go out whatever the fence says."""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Hand no content to the socket until `Unhold`, also none that waits in the connection's outbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unhold:
+    """Go on with the content that was held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Another attachment took over: tell the transport of `attachment` so and let it go."""
+
+    attachment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Call `handle(Woke(), now)` at `at_ns` (monotonic) or as soon after as possible; the latest Wake counts."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add to a counter of /metrics (G12: whatever is dropped by policy is counted)."""
+
+    name: str
+    amount: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The session is closed: free its slot, handles, tickets and subscriptions, exactly once. The last effect."""
+
+    reason: str
+
+
+Effect = Submit | Feed | RaiseFence | Abort | Credit | Emit | Hold | Unhold | Replace | Wake | Count | Release

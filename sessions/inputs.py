@@ -1,0 +1,264 @@
+"""What a session is told: by its client (through a door), by stages, by pools, by the clock."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from omni_live.sessions.items import Item, Modality
+from omni_live.sessions.payload import NO_META, Payload, Scalar
+from omni_live.sessions.settings import Settings
+from omni_live.sessions.stamp import Stamp
+
+
+class Outcome(StrEnum):
+    """How a stage's part of a turn ended."""
+
+    DONE = "done"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+
+
+# -- from stages and pools ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpoke:
+    """A stage of the final-output set produced one chunk."""
+
+    stamp: Stamp
+    stage: str
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnded:
+    """A stage of the final-output set finished (or failed) its part of the turn; nothing follows from it."""
+
+    stamp: Stamp
+    stage: str
+    outcome: Outcome
+    reason: str = ""
+    """A stable code where the outcome is not DONE: max_output_tokens, repetition, stage_error, replica_lost, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFound:
+    """Something about the client's input (ears) or the session's state, without an epoch."""
+
+    stage: str
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class StageLost:
+    """The replica that held this stage's state is gone; a later Submit or Feed reaches another one, with none."""
+
+    stage: str
+
+
+# -- from the client ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A transport takes the session. `seen` is the last output sequence number it has; None starts anew.
+
+    `sent` is the last input sequence number that the client has sent (0: it sends none).
+    """
+
+    attachment: int
+    token: str | None = None
+    seen: int | None = None
+    sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The transport is gone. Not a close."""
+
+    attachment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """A client input with its sequence number, from 1."""
+
+    seq: int
+    input: "ClientInput"
+
+
+@dataclass(frozen=True, slots=True)
+class EventAcked:
+    """The client has everything up to this output sequence number."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAsked:
+    reason: str = "close_requested"
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A plain turn: one payload in, the outputs of the named stages back (one-shot calls, robots, rollouts)."""
+
+    entry: str
+    outputs: frozenset[str]
+    payload: Payload
+    params: Mapping[str, Scalar] = field(default_factory=lambda: NO_META)
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    response_id: str | None = None
+    event_id: str | None = None
+
+
+# -- from the client of a conversation ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AudioAppended:
+    """Microphone audio: int16 little endian mono at the pipeline's input rate. Has no reply."""
+
+    pcm: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AudioCommitted:
+    """End the user's turn by hand. `respond` None leaves the settings to decide whether an answer follows."""
+
+    respond: bool | None = None
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AudioCleared:
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsAsked:
+    """The whole of the settings that shall hold from now on; the door merged what the client sent into them."""
+
+    settings: Settings
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemCreateAsked:
+    item: Item
+    after: str | None = None
+    """None appends, "root" puts it first, else the id of the item before."""
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDeleteAsked:
+    item_id: str
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRetrieveAsked:
+    item_id: str
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTruncateAsked:
+    """The client played only so much of the item."""
+
+    item_id: str
+    audio_end_ms: int
+    content_index: int = 0
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RespondAsked:
+    """Ask for a response now; every None leaves the session's setting."""
+
+    modality: Modality | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    seed: int | None = None
+    metadata: Mapping[str, str] | None = None
+    out_of_band: bool = False
+    """`conversation: "none"`: runs beside the conversation and leaves it as it was."""
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextAppended:
+    """The user types instead of speaking: one whole user turn."""
+
+    text: str
+    respond: bool = True
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BargeInAsked:
+    """The client itself found that the user interrupts."""
+
+    event_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaybackAcked:
+    """So much of the response's audio has been played, in milliseconds from its first sample."""
+
+    played_ms: float
+    response_id: str | None = None
+    item_id: str | None = None
+    event_id: str | None = None
+
+
+ClientInput = (
+    EventAcked
+    | Heartbeat
+    | CloseAsked
+    | Asked
+    | CancelAsked
+    | AudioAppended
+    | AudioCommitted
+    | AudioCleared
+    | SettingsAsked
+    | ItemCreateAsked
+    | ItemDeleteAsked
+    | ItemRetrieveAsked
+    | ItemTruncateAsked
+    | RespondAsked
+    | TextAppended
+    | BargeInAsked
+    | PlaybackAcked
+)
+
+
+# -- from the clock ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """A Wake came due."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """The server is going away: let the turn in flight finish until `deadline_ns`, take no new ones."""
+
+    deadline_ns: int
+
+
+Input = (
+    StageSpoke | StageEnded | StageFound | StageLost | Attached | Detached | Sequenced | ClientInput | Woke | DrainAsked
+)

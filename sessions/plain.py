@@ -1,0 +1,144 @@
+"""Plain turns: one payload in, the outputs of the named stages back. One-shot calls are such a session's only turn."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from omni_live.sessions.effects import Count, Credit, Submit
+from omni_live.sessions.events import ErrorTold, Event, ResyncRequired, TurnDone, TurnSpoke
+from omni_live.sessions.ids import Ids
+from omni_live.sessions.inputs import Asked, CancelAsked, Outcome, StageEnded, StageFound, StageLost, StageSpoke
+from omni_live.sessions.journal import Replay
+from omni_live.sessions.limits import Limits
+from omni_live.sessions.session import Session
+from omni_live.sessions.stamp import Stamp
+from omni_live.sessions.turn import Cue, SessionState, TurnState, follow
+
+MAILBOX = 64
+"""Turns that may wait behind the one that runs; more are refused (G11)."""
+
+CUES = {Outcome.DONE: Cue.FINISHED, Outcome.INCOMPLETE: Cue.CUT_SHORT, Outcome.FAILED: Cue.BROKE}
+
+
+@dataclass(slots=True)
+class PlainTurn:
+    asked: Asked
+    stamp: Stamp
+    state: TurnState = TurnState.THINKING
+    unfinished: set[str] = field(default_factory=set)
+    outcome: Outcome = Outcome.DONE
+    reason: str = ""
+
+
+class PlainSession(Session):
+    """Turns one after another, first come first served."""
+
+    def __init__(self, session_id: str, slot: int, generation: int, limits: Limits, ids: Ids, now: int) -> None:
+        super().__init__(session_id, slot, generation, limits, ids, now)
+        self._turns = 0
+        self._turn: PlainTurn | None = None
+        self._waiting: deque[Asked] = deque()
+        self._rules |= {
+            Asked: self._asked,
+            CancelAsked: self._cancel_asked,
+            StageSpoke: self._stage_spoke,
+            StageEnded: self._stage_ended,
+            StageFound: self._ignored,
+            StageLost: self._ignored,
+        }
+
+    @property
+    def busy(self) -> bool:
+        return self._turn is not None
+
+    def _greet(self) -> Event | None:
+        return None
+
+    def _welcome_back(self, replay: Replay) -> list[Event]:
+        if replay.gap is None:
+            return []
+        return [ResyncRequired(*replay.gap, "journal_overflow" if replay.overflowed else "journal_gap", ())]
+
+    def _ignored(self, _: StageFound | StageLost) -> None:
+        """A plain session keeps nothing in a stage that a finding or a loss could be about."""
+
+    def _asked(self, input: Asked) -> None:
+        self._lease.touch(self._now)
+        if self.state is SessionState.DRAINING:
+            self._emit(ErrorTold("draining", "The server is going away.", input.request_id))
+        elif self._turn is None:
+            self._begin(input)
+        elif len(self._waiting) < MAILBOX:
+            self._waiting.append(input)
+        else:
+            self._effects.append(Count("mailbox_full"))
+            self._emit(ErrorTold("mailbox_full", "Too many requests wait in this session.", input.request_id))
+
+    def _begin(self, asked: Asked) -> None:
+        self._turns += 1
+        stamp = self.fences[0].stamp(self._turns, self._now)
+        self._turn = PlainTurn(asked, stamp, unfinished=set(asked.outputs))
+        self._effects.append(Submit(stamp, asked.entry, asked.outputs, asked.payload, asked.params))
+
+    def _current(self, stamp: Stamp) -> PlainTurn | None:
+        """The running turn, if the stamp is one of its own."""
+        turn = self._turn
+        if turn is None or turn.stamp.turn != stamp.turn or not self._admits(stamp):
+            self._effects.append(Count("stale_output"))
+            return None
+        return turn
+
+    def _stage_spoke(self, input: StageSpoke) -> None:
+        turn = self._current(input.stamp)
+        if turn is None:
+            return
+        if turn.state is TurnState.THINKING:
+            turn.state = follow(turn.state, Cue.FIRST_OUTPUT)
+        event = TurnSpoke(turn.asked.request_id, turn.stamp.turn, input.stage, input.payload)
+        self._emit(event, turn.stamp, input.payload.nbytes)
+        self._effects.append(Credit(turn.stamp, input.stage, 1))
+
+    def _stage_ended(self, input: StageEnded) -> None:
+        turn = self._current(input.stamp)
+        if turn is None:
+            return
+        turn.unfinished.discard(input.stage)
+        if input.outcome is not Outcome.DONE:
+            turn.outcome, turn.reason = input.outcome, input.reason
+        if input.outcome is Outcome.FAILED:
+            self._raise_fence(0)
+            self._abort(turn.stamp)
+        if input.outcome is Outcome.FAILED or not turn.unfinished:
+            self._finish(CUES[turn.outcome], turn.reason)
+
+    def _cancel_asked(self, input: CancelAsked) -> None:
+        turn = self._turn
+        if turn is None or input.response_id not in (None, turn.asked.request_id):
+            message = "Cancellation failed: no such turn is active."
+            self._emit(ErrorTold("response_cancel_not_active", message, input.event_id))
+            return
+        self._raise_fence(0)
+        self._abort(turn.stamp)
+        self._finish(Cue.CUT, "client_cancelled")
+
+    def _finish(self, cue: Cue, reason: str) -> None:
+        turn = self._turn
+        if turn is None:
+            return
+        turn.state = follow(turn.state, cue)
+        self._turn = None
+        self._emit(TurnDone(turn.asked.request_id, turn.stamp.turn, turn.state.value, reason))
+
+    def _settle(self) -> None:
+        if self._turn is None and self._waiting:
+            self._begin(self._waiting.popleft())
+        elif self._turn is None and self.state is SessionState.DRAINING:
+            self._close("drained")
+
+    def _end_turns(self, reason: str) -> None:
+        turn = self._turn
+        if turn is not None:
+            self._abort(turn.stamp)
+            self._finish(Cue.CUT, reason)
+        for asked in self._waiting:
+            self._emit(TurnDone(asked.request_id, 0, TurnState.INTERRUPTED.value, reason))
+        self._waiting.clear()
