@@ -643,6 +643,7 @@ class Conversation(Session):
             self._failed(exchange)
 
     def _failed(self, exchange: Exchange) -> None:
+        self._continuity.lost()  # what the stage's state stands for now is not known
         if exchange.tentative:
             self._drop_try()
             return
@@ -668,6 +669,8 @@ class Conversation(Session):
     def _context_dropped(self, payload: Payload) -> None:
         count = payload.meta.get("items", 0)
         gone = [item.id for item in self.items if item.text][: count if isinstance(count, int) else 0]
+        # in order with the contexts that follow, so that both ends always count the same messages
+        self._effects.append(Feed(self.shape.thinker, Payload("forget", {"items": len(gone)})))
         self._drop_items(frozenset(gone))
 
     def _drop_items(self, gone: frozenset[str]) -> None:
@@ -705,8 +708,9 @@ class Conversation(Session):
         if chunk.text:
             self._emit(AudioTranscriptDelta(response_id, item.id, chunk.text), exchange.stamp, len(chunk.text))
         marks = tuple((mark.sample, mark.char) for mark in chunk.marks)
-        delta = AudioDelta(response_id, item.id, chunk.pcm, start, self.epoch, marks)
-        self._emit(delta, exchange.stamp, len(chunk.pcm))
+        if chunk.pcm:
+            delta = AudioDelta(response_id, item.id, chunk.pcm, start, self.epoch, marks)
+            self._emit(delta, exchange.stamp, len(chunk.pcm))
         self._effects.append(Credit(exchange.stamp, self.shape.voice, 1))
 
     def _say(self, exchange: Exchange, delta: str) -> None:
@@ -743,7 +747,7 @@ class Conversation(Session):
             return
         if cue is Cue.FINISHED:
             self._continuity.said(Message(item.id, Role.ASSISTANT, item.text))
-        elif exchange.audio:
+        elif cue is Cue.CUT and exchange.audio:
             self._hold_to_heard(exchange)
 
     def _close_item(self, exchange: Exchange, whole: bool) -> Item | None:
@@ -784,7 +788,7 @@ class Conversation(Session):
     def _cut_last(self) -> None:
         """Speech after a reply's end, while the client still plays it: the item is cut to what was heard."""
         last = self._last
-        if last is not None and last.state is TurnState.DONE and last.reply.audible(self._now):
+        if last is not None and last.state is not TurnState.INTERRUPTED and last.reply.audible(self._now):
             self._hold_to_heard(last)
 
     def _hold_to_heard(self, exchange: Exchange) -> None:

@@ -123,6 +123,9 @@ class Floor:
         self.usual_db: float | None = None
         self._speech: Speech | None = None
         self._committed: set[int] = set()
+        """Utterances whose transcript is still to come."""
+        self._answered = 0
+        """The latest utterance that was committed with its transcript."""
 
     @property
     def speaking(self) -> bool:
@@ -146,9 +149,6 @@ class Floor:
         """The input was cleared."""
         self._speech = None
         self._committed.clear()
-
-    def await_transcript(self, utterance: int) -> None:
-        self._committed.add(utterance)
 
     # -- findings ------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Floor:
             return [Transcribed(finding)]
         speech = self._speech
         if speech is None or speech.utterance != finding.utterance:
-            return [Transcribed(finding)] if finding.final else []
+            return [Transcribed(finding)] if finding.final and finding.utterance > self._answered else []
         speech.heard = finding
         if speech.overlap or not speech.announced or not speech.silence or self.detection is None:
             return []
@@ -263,6 +263,8 @@ class Floor:
         self.usual_db = weight * speech.level_db + (1 - weight) * (self.usual_db or 0.0)
         if heard is None:
             self._committed.add(speech.utterance)
+        else:
+            self._answered = speech.utterance
         return [Commit(speech.utterance, speech.end, heard)]
 
 

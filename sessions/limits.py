@@ -64,6 +64,8 @@ class Limits:
     """State that all sessions may cost over all pipelines. Reached: an open waits in the queue."""
     max_bytes_per_pipeline: int = 16 * GIB
     """State that the sessions of one pipeline may cost. Reached: an open waits in the queue."""
+    max_duty_permille: int = 1_000_000
+    """Replica time that all sessions may cost, in thousandths of one replica. Reached: an open waits in the queue."""
     wait_queue: int = 64
     """Opens that wait. Reached: an open is refused with a time to try again (`overloaded`)."""
     wait_deadline_s: float = 10.0
