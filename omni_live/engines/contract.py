@@ -74,6 +74,30 @@ class Host(Protocol):
         """Call `step` at that time or soon after, if nothing else wakes it before."""
 
 
+class EngineError(Exception):
+    """What an engine may raise without taking its worker down. `code` is stable and reaches the client."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class TurnError(EngineError):
+    """One turn cannot go on; from any call. The runner reports it as FAILED and drops it; others are unharmed."""
+
+    def __init__(self, turn: Turn, code: str = "stage_error") -> None:
+        super().__init__(code)
+        self.turn = turn
+
+
+class SessionError(EngineError):
+    """What was asked about a session cannot be done (open, listen, fork, snapshot, restore); its state is as before."""
+
+    def __init__(self, session: SessionKey, code: str = "stage_error") -> None:
+        super().__init__(code)
+        self.session = session
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """A stage's options from the registry and the deploy file; the engine's constructor reads and checks them."""

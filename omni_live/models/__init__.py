@@ -1,0 +1,1 @@
+"""Model code around the weights: plain synchronous Python, no sessions, no sockets."""

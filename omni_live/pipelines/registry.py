@@ -1,0 +1,36 @@
+"""The pipelines in the box. Other packages add theirs by the entry point group `omni_live.pipelines`."""
+
+from omni_live.pipelines.spec import EdgeSpec, PipelineSpec, SessionKind, StageSpec
+
+KIB = 1024
+MIB = 1024 * KIB
+
+VOICE = PipelineSpec(
+    name="voice",
+    kind=SessionKind.CONVERSATION,
+    hears_hz=16_000,
+    speaks_hz=24_000,
+    stages=(
+        StageSpec("ears", "omni_live.pipelines.voice.ears:Ears", bytes_per_session=2 * MIB),
+        # 22.5 KiB of KV per token (30 layers, 3 KV heads of 64, float32), 2048 tokens of context.
+        StageSpec("thinker", "omni_live.pipelines.voice.thinker:Thinker", bytes_per_session=92 * MIB),
+        StageSpec("talker", "omni_live.pipelines.voice.talker:Talker", bytes_per_session=1 * MIB),
+        StageSpec("code2wav", "omni_live.pipelines.voice.code2wav:Code2Wav", bytes_per_session=1 * MIB),
+    ),
+    # No edge leaves the ears: what they find goes to the session, and only the session decides what it means.
+    edges=(EdgeSpec("thinker", "talker"), EdgeSpec("talker", "code2wav")),
+    entries={"audio": "ears", "text": "thinker", "speech": "talker"},
+    outputs={"text": "thinker", "audio": "code2wav", "transcript": "ears"},
+    fused=(("talker", "code2wav"),),
+)
+
+# Three stages that hand on what they get: for tests and for `bench hops`, which measures everything but models.
+ECHO = PipelineSpec(
+    name="echo",
+    stages=tuple(StageSpec(name, "omni_live.engines.fake:FakeEcho") for name in ("first", "second", "third")),
+    edges=(EdgeSpec("first", "second"), EdgeSpec("second", "third")),
+    entries={"payload": "first"},
+    outputs={"payload": "third"},
+)
+
+PIPELINES: tuple[PipelineSpec, ...] = (VOICE, ECHO)

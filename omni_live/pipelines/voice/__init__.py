@@ -1,0 +1,1 @@
+"""ears, thinker, talker, code2wav: talk to it."""
