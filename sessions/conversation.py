@@ -5,7 +5,6 @@ the reply, and after an interruption holds what was heard, no more and no less. 
 OpenAI's Realtime API: whatever was opened is also closed, and a response's `ResponseDone` is the last of it.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -101,6 +100,16 @@ TRUNCATE_LENIENCY_MS = 260
 MAX_ITEMS = 512
 """Items kept; beyond it the oldest go and the client is told (G11)."""
 
+MAX_TEXT = 1 << 20
+"""Characters kept in all items together; beyond it the oldest go, too. One item with more is refused."""
+
+HOLD_PATIENCE_NS = SECOND
+"""A reply is held no longer than this after the last word from the ears: a client that falls silent for good sends
+no audio in which the ears could find that it is silent."""
+
+TRANSCRIPT_PATIENCE_NS = 15 * SECOND
+"""A transcript that has not come by then fails, and whoever waits for it goes on without."""
+
 CONVERSATION_LANE = 0
 TENTATIVE_LANES = (1, 2)
 SIDE_LANE = 3
@@ -127,10 +136,15 @@ class Exchange:
     response: Response
     reply: Reply
     options: RespondAsked
-    user: Message | None
-    """Tentative turns only: the user message that is not an item yet."""
-    state: TurnState = TurnState.THINKING
+    state: TurnState = TurnState.LISTENING
+    """LISTENING: the response was created, but transcripts are awaited before it can be thought about."""
     tentative: bool = False
+    messages: tuple[Message, ...] = ()
+    """What it was given; of a tentative turn with the user's message, which is not an item yet."""
+    spoken: int = 0
+    """Chunks that its final stage has sent."""
+    since_ns: int = 0
+    """When something of it came or went out last."""
     item: Item | None = None
     text: str = ""
     """Text turns: what was said so far; tentative text waits in `pending`."""
@@ -139,10 +153,24 @@ class Exchange:
     """Every final output is finished; what waits in the reply is all there will be."""
     outcome: Outcome = Outcome.DONE
     reason: str = ""
+    cut: bool = False
+    """The client stopped playing it; what it says of the position may still come."""
 
     @property
     def audio(self) -> bool:
         return self.response.modality is Modality.AUDIO
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A committed user item whose transcript is still to come."""
+
+    item_id: str
+    utterance: int
+    """0: committed by hand, as whichever utterance the ears make of it."""
+    respond: bool | None
+    """None leaves the settings to decide."""
+    until_ns: int
 
 
 class Conversation(Session):
@@ -172,13 +200,13 @@ class Conversation(Session):
         """The latest exchange that is over: its audio may still be playing."""
         self._turns = 0
         self._held = False
+        self._held_ns = 0
         self._owed = False
         """A committed user turn waits for the running response to end."""
         self._spoke_audio = False
-        self._user_items: dict[int, str] = {}
-        """Item ids of announced utterances that are not committed, and of committed ones without a transcript."""
-        self._manual: deque[tuple[str, bool]] = deque()
-        """Manual commits without a transcript yet: item id, respond."""
+        self._announced: dict[int, str] = {}
+        """Item ids of announced utterances that are not committed."""
+        self._awaited: list[Awaited] = []
         self._fed = 0
         self._fed_at_commit = 0
         self._utterances = 0
@@ -209,12 +237,14 @@ class Conversation(Session):
         return self._exchange is not None or self._side is not None
 
     def _greet(self) -> Event:
+        self._hold_anew()
         if self.shape.ears:
             self._configure_ears()
         left = (self._lease.expires_ns - self._now) / SECOND
         return SessionCreated(self.session_id, self.settings, self.attachment, self.token, left)
 
     def _welcome_back(self, replay: Replay) -> list[Event]:
+        self._hold_anew()
         resumed = SessionResumed(
             self.session_id, self.settings, self.attachment, self.token, replay.voids, self._inputs.taken
         )
@@ -223,21 +253,46 @@ class Conversation(Session):
         reason = "journal_overflow" if replay.overflowed else "journal_gap"
         return [resumed, ResyncRequired(*replay.gap, reason, tuple(self.items))]
 
+    def _hold_anew(self) -> None:
+        """A new transport knows of no hold."""
+        if self._held:
+            self._effects.append(Hold())
+
     def _settle(self) -> None:
+        if self._held and self._now >= self._held_ns + HOLD_PATIENCE_NS:
+            self._go_on("silence")
+        while self._awaited and self._now >= self._awaited[0].until_ns:
+            self._no_transcript(self._awaited.pop(0).item_id, "timeout")
+        self._think()
         self._release()
-        if self._exchange is None and self._owed and self.state is not SessionState.DRAINING:
-            self._owed = False
+        self._time_out()
+        waits = self._exchange is not None or self._floor.speaking or self.state is SessionState.DRAINING
+        if self._owed and not waits:
             self._respond(RespondAsked())
         if self.state is SessionState.DRAINING and not self.busy:
             self._close("drained")
 
     def _next_ns(self) -> int | None:
-        times = [
-            at
-            for exchange in (self._exchange, self._side)
-            if exchange is not None and (at := self._release_ns(exchange)) is not None
-        ]
+        times = [awaited.until_ns for awaited in self._awaited[:1]]
+        if self._held:
+            times.append(self._held_ns + HOLD_PATIENCE_NS)
+        for exchange in (self._exchange, self._side):
+            if exchange is not None and exchange.state is not TurnState.LISTENING:
+                release_ns = self._release_ns(exchange)
+                times += [self._deadline_ns(exchange)] if release_ns is None else [release_ns]
         return min(times, default=None)
+
+    def _deadline_ns(self, exchange: Exchange) -> int:
+        return exchange.since_ns + round(self.limits.turn_deadline_s * SECOND)
+
+    def _time_out(self) -> None:
+        """A turn of which nothing has come or gone out for too long fails."""
+        for exchange in (self._exchange, self._side):
+            if exchange is None or exchange.state is TurnState.LISTENING:
+                continue
+            if self._now >= self._deadline_ns(exchange):
+                exchange.reason = "timeout"
+                self._failed(exchange)
 
     def _end_turns(self, reason: str) -> None:
         if self._tried is not None:
@@ -259,10 +314,10 @@ class Conversation(Session):
         else:
             self.settings = new
             self._floor.detection, self._floor.overlap = new.turn_detection, new.overlap
-            if new.turn_detection != old.turn_detection:
-                self._drop_try()
-                if self.shape.ears:
-                    self._configure_ears()
+            if new != old:
+                self._drop_try()  # it was begun under the old ones
+            if new.turn_detection != old.turn_detection and self.shape.ears:
+                self._configure_ears()
             self._emit(SessionUpdated(new, input.event_id))
 
     def _refuse(self, code: str, message: str, event_id: str | None, param: str | None = None) -> None:
@@ -287,22 +342,25 @@ class Conversation(Session):
             return
         self._drop_try()
         self._floor.reset()
-        announced = self._user_items.pop(self._utterances, None)
+        self._go_on("committed")
+        announced = self._announced.pop(self._utterances, None)
         item_id = announced or self._ids("item")
         if announced is not None:
             self._emit(SpeechStopped(item_id, self._ms(self._fed)))
-        self._manual.append((item_id, bool(input.respond)))
+        self._await_transcript(item_id, 0, input.respond)
         self._feed_ears(Payload("commit", {"utterance": 0}))
         self._add_user_item(item_id, "", self._ms(self._fed - self._fed_at_commit))
         self._fed_at_commit = self._fed
 
-    def _audio_cleared(self, input: AudioCleared) -> None:
+    def _audio_cleared(self, _: AudioCleared) -> None:
+        self._lease.touch(self._now)
         self._drop_try()
         self._floor.reset()
-        self._user_items.clear()
+        self._announced.clear()
         self._fed_at_commit = self._fed
-        self._let_go()
-        self._feed_ears(Payload("clear"))
+        self._go_on("cleared")
+        if self.shape.ears:
+            self._feed_ears(Payload("clear"))
         self._emit(BufferCleared())
 
     def _feed_ears(self, payload: Payload) -> None:
@@ -335,6 +393,7 @@ class Conversation(Session):
             self._effects.append(Count("unknown_finding"))
             return
         self._utterances = max(self._utterances, finding.utterance)
+        self._held_ns = self._now
         for decision in self._floor.take(finding, self._audible()):
             self._carry_out(decision)
 
@@ -360,34 +419,41 @@ class Conversation(Session):
                 self._transcribed(heard.utterance, heard.text, heard.end - heard.start)
 
     def _announce(self, utterance: int, start: int) -> None:
-        self._cut_last()
         item_id = self._ids("item")
-        self._user_items[utterance] = item_id
+        self._announced[utterance] = item_id
         self._emit(SpeechStarted(item_id, self._ms(start)))
 
     def _commit(self, commit: Commit) -> None:
-        item_id = self._user_items.pop(commit.utterance, None) or self._ids("item")
+        item_id = self._announced.pop(commit.utterance, None) or self._ids("item")
         self._feed_ears(Payload("commit", {"utterance": commit.utterance}))
         self._emit(SpeechStopped(item_id, self._ms(commit.end)))
         self._fed_at_commit = self._fed
         heard = commit.heard
         if heard is None:
-            self._user_items[commit.utterance] = item_id
+            self._await_transcript(item_id, commit.utterance, None)
             self._add_user_item(item_id, "", 0)
             return
         self._add_user_item(item_id, heard.text, self._ms(heard.end - heard.start))
         self._respond_to(item_id, heard.text, heard.end - heard.start)
 
+    def _await_transcript(self, item_id: str, utterance: int, respond: bool | None) -> None:
+        self._awaited.append(Awaited(item_id, utterance, respond, self._now + TRANSCRIPT_PATIENCE_NS))
+
     def _transcribed(self, utterance: int, text: str, samples: int) -> None:
         """The transcript of an utterance that was committed without one."""
-        item_id, respond = self._user_items.pop(utterance, None), self._answers()
-        if item_id is None and self._manual:
-            item_id, respond = self._manual.popleft()
-        if item_id is None:
+        mine = [awaited for awaited in self._awaited if awaited.utterance == utterance]
+        awaited = next(iter(mine or [awaited for awaited in self._awaited if not awaited.utterance]), None)
+        if awaited is None:
             self._effects.append(Count("transcript_of_nothing"))
             return
-        self._change_item(item_id, text=text, audio_ms=self._ms(samples))
-        self._respond_to(item_id, text, samples, respond)
+        self._awaited.remove(awaited)
+        self._change_item(awaited.item_id, text=text, audio_ms=self._ms(samples))
+        self._respond_to(awaited.item_id, text, samples, awaited.respond)
+
+    def _no_transcript(self, item_id: str, code: str) -> None:
+        self._effects.append(Count("transcripts_failed"))
+        if self.settings.transcription:
+            self._emit(TranscriptionFailed(item_id, code, "The audio could not be transcribed."))
 
     def _answers(self) -> bool:
         detection = self.settings.turn_detection
@@ -396,15 +462,17 @@ class Conversation(Session):
     def _respond_to(self, item_id: str, text: str, samples: int, respond: bool | None = None) -> None:
         if self.settings.transcription:
             self._emit(TranscriptionDone(item_id, text, samples / self.shape.input_rate_hz))
-        if not text or not (self._answers() if respond is None else respond):
+        answers = self._answers() if respond is None else respond
+        if not text or not answers or self._find(item_id) is None:
             self._drop_try()
         elif self.state is SessionState.DRAINING:
             self._drop_try()
             self._effects.append(Count("unanswered_draining"))
         elif self._exchange is not None:
-            self._owed = True
-        elif self._tried is not None and self._tried.user == Message(item_id, Role.USER, text):
-            self._adopt()
+            # one that waits for transcripts will have seen this one
+            self._owed = self._owed or self._exchange.state is not TurnState.LISTENING
+        elif self._tried is not None and self._fits(self._tried):
+            self._adopt(self._tried)
         else:
             self._drop_try()
             self._respond(RespondAsked())
@@ -413,7 +481,7 @@ class Conversation(Session):
         self._drop_try()
         self._feed_ears(Payload("discard", {"utterance": forget.utterance}))
         self._effects.append(Count("speech_forgotten"))
-        item_id = self._user_items.pop(forget.utterance, None)
+        item_id = self._announced.pop(forget.utterance, None)
         if forget.announced and item_id is not None:
             self._emit(SpeechStopped(item_id, self._ms(forget.end)))
             self._emit(BufferCleared())
@@ -427,7 +495,7 @@ class Conversation(Session):
         """Whether speech now would be speech during a reply."""
         if self._exchange is not None:
             return True
-        return self._last is not None and self._last.reply.audible(self._now)
+        return self._last is not None and not self._last.cut and self._last.reply.audible(self._now)
 
     def _hold(self) -> None:
         if not self._held:
@@ -450,10 +518,11 @@ class Conversation(Session):
         return "" if exchange is None else exchange.response.id
 
     def _interrupted_by(self, utterance: int, start: int) -> None:
-        exchange = self._exchange
         response_id = self._overlapped_id()
+        exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._fence(exchange)
+        self._cut_last()
         self._announce(utterance, start)
         self._emit(OverlapDecided("barge_in", "speech", response_id))
         if exchange is not None:
@@ -472,10 +541,11 @@ class Conversation(Session):
     def _barge_in_asked(self, _: BargeInAsked) -> None:
         self._lease.touch(self._now)
         self._drop_try()
-        if self._exchange is not None:
-            self._cut(self._exchange, "turn_detected")
-        else:
-            self._cut_last()
+        exchange, self._exchange = self._exchange, None
+        self._cut_last()
+        if exchange is not None:
+            self._cut(exchange, "turn_detected")
+        self._let_go()
 
     def _cut(self, exchange: Exchange, reason: str) -> None:
         """Fence, then start the abort, then the terminals."""
@@ -510,35 +580,45 @@ class Conversation(Session):
             self._refuse("too_many_responses", "One out-of-band response runs already.", input.event_id)
             return
         self._turns += 1
-        self._side = self._begin(SIDE_LANE, self._turns, input, self._messages(input.instructions))
+        self._side = self._begin(SIDE_LANE, self._turns, input)
         self._emit(ResponseCreated(self._side.response))
+        self._submit(self._side, self._messages(input.instructions))
 
     def _respond(self, options: RespondAsked) -> None:
+        self._owed = False
         self._turns += 1
-        messages = self._messages(options.instructions)
-        self._exchange = self._begin(CONVERSATION_LANE, self._turns, options, messages)
+        self._exchange = self._begin(CONVERSATION_LANE, self._turns, options)
         self._emit(ResponseCreated(self._exchange.response))
+        self._think()
+
+    def _think(self) -> None:
+        """Start the turn that waited for the transcripts of what it shall answer."""
+        exchange = self._exchange
+        if exchange is not None and exchange.state is TurnState.LISTENING and not self._awaited:
+            self._submit(exchange, self._messages(exchange.options.instructions))
 
     def _try(self, utterance: int, text: str) -> None:
         """Start the turn tentatively: nothing is emitted, and nothing remains of it where the user goes on."""
         if self._exchange is not None or self.state is SessionState.DRAINING or not self._answers():
             return
         self._drop_try()
-        user = Message(self._user_items.get(utterance, ""), Role.USER, text)
+        user = Message(self._announced.get(utterance, ""), Role.USER, text)
         lane = TENTATIVE_LANES[self._turns % len(TENTATIVE_LANES)]
-        self._tried = self._begin(lane, self._turns + 1, RespondAsked(), [*self._messages(), user])
+        self._tried = self._begin(lane, self._turns + 1, RespondAsked())
         self._tried.tentative = True
-        self._tried.user = user
+        self._submit(self._tried, [*self._messages(), user])
 
-    def _adopt(self) -> None:
+    def _fits(self, tried: Exchange) -> bool:
+        """Whether the turn, begun now, would be the one that was tried."""
+        return tried.stamp.turn == self._turns + 1 and tried.messages == tuple(self._messages())
+
+    def _adopt(self, exchange: Exchange) -> None:
         """The pause held: what was tried is the turn, and what is ready goes out."""
-        exchange = self._tried
-        if exchange is None:
-            return
         self._tried = None
+        self._owed = False
         self._turns += 1
         exchange.tentative = False
-        exchange.user = None
+        exchange.since_ns = self._now
         self._exchange = exchange
         self._effects.append(Count("tentative_adopted"))
         self._emit(ResponseCreated(exchange.response))
@@ -553,7 +633,7 @@ class Conversation(Session):
             self._abort(exchange.stamp)
             self._effects.append(Count("tentative_discarded"))
 
-    def _begin(self, lane: int, turn: int, options: RespondAsked, messages: list[Message]) -> Exchange:
+    def _begin(self, lane: int, turn: int, options: RespondAsked) -> Exchange:
         settings = self.settings
         response = Response(
             self._ids("resp"),
@@ -566,12 +646,13 @@ class Conversation(Session):
         )
         reply = Reply(self.shape.output_rate_hz, settings.lead_ms)
         stamp = self.fences[lane].stamp(turn, self._now)
-        exchange = Exchange(lane, stamp, response, reply, options, user=None)
-        self._submit(exchange, messages)
-        return exchange
+        return Exchange(lane, stamp, response, reply, options, since_ns=self._now)
 
     def _submit(self, exchange: Exchange, messages: list[Message]) -> None:
         exchange.state = follow(TurnState.LISTENING, Cue.COMMITTED)
+        exchange.messages = tuple(messages)
+        exchange.spoken = 0
+        exchange.since_ns = self._now
         stage = self.shape.voice if exchange.audio else self.shape.thinker
         context = self._continuity.context(messages, remember=exchange.lane != SIDE_LANE)
         params = self._params(exchange)
@@ -614,7 +695,17 @@ class Conversation(Session):
         payload = input.payload
         if exchange.complete:
             self._effects.append(Count("output_after_end"))
-        elif payload.kind == "text":
+            return
+        if input.stamp.seq < exchange.spoken:
+            self._effects.append(Count("repeated_output"))
+            return
+        if input.stamp.seq > exchange.spoken:
+            exchange.reason = "output_lost"  # nobody may hear a reply with a hole in it (G7)
+            self._failed(exchange)
+            return
+        exchange.spoken += 1
+        exchange.since_ns = self._now
+        if payload.kind == "text":
             self._effects.append(Credit(exchange.stamp, input.stage, 1))
             text = str(payload.meta.get("text", ""))
             if exchange.tentative:
@@ -638,12 +729,14 @@ class Conversation(Session):
         if exchange is None or exchange.complete:
             return
         exchange.complete = True
+        exchange.since_ns = self._now
         exchange.outcome, exchange.reason = input.outcome, input.reason
         if input.outcome is Outcome.FAILED:
             self._failed(exchange)
 
     def _failed(self, exchange: Exchange) -> None:
-        self._continuity.lost()  # what the stage's state stands for now is not known
+        if exchange.lane != SIDE_LANE:
+            self._continuity.lost()  # what the stage's state stands for now is not known
         if exchange.tentative:
             self._drop_try()
             return
@@ -656,29 +749,37 @@ class Conversation(Session):
             self._continuity.lost()
             self._drop_try()
         elif input.stage == self.shape.ears:
-            self._drop_try()
-            self._floor.reset()
-            self._let_go()
-            self._configure_ears()
-            pending = [*self._user_items.values(), *(item_id for item_id, _ in self._manual)]
-            self._user_items.clear()
-            self._manual.clear()
-            for item_id in pending:
-                self._emit(TranscriptionFailed(item_id, "stage_lost", "The audio could not be transcribed."))
+            self._deafened()
+
+    def _deafened(self) -> None:
+        """The ears are gone with all the audio that was not transcribed yet."""
+        self._drop_try()
+        self._floor.lost()
+        self._go_on("stage_lost")
+        self._fed_at_commit = self._fed
+        self._configure_ears()
+        announced, self._announced = self._announced, {}
+        awaited, self._awaited = self._awaited, []
+        for item_id in announced.values():
+            self._emit(SpeechStopped(item_id, self._ms(self._fed)))
+            self._emit(BufferCleared())
+        for one in awaited:
+            self._no_transcript(one.item_id, "stage_lost")
 
     def _context_dropped(self, payload: Payload) -> None:
         count = payload.meta.get("items", 0)
-        gone = [item.id for item in self.items if item.text][: count if isinstance(count, int) else 0]
-        # in order with the contexts that follow, so that both ends always count the same messages
-        self._effects.append(Feed(self.shape.thinker, Payload("forget", {"items": len(gone)})))
-        self._drop_items(frozenset(gone))
+        self._drop_items(self._continuity.oldest(count if isinstance(count, int) else 0))
 
     def _drop_items(self, gone: frozenset[str]) -> None:
-        if gone:
+        """These are no longer a part of the conversation; the thinker forgets them, too."""
+        # in order with the contexts that follow, so that both ends always count the same messages
+        forgotten = self._continuity.dropped(gone)
+        self._effects.append(Feed(self.shape.thinker, Payload("forget", {"items": forgotten})))
+        left = tuple(item.id for item in self.items if item.id in gone)
+        if left:
             self.items = [item for item in self.items if item.id not in gone]
-            self._continuity.dropped(gone)
-            self._effects.append(Count("context_dropped", len(gone)))
-            self._emit(ContextDropped(tuple(sorted(gone))))
+            self._effects.append(Count("context_dropped", len(left)))
+            self._emit(ContextDropped(left))
 
     # -- the reply on its way out --------------------------------------------------------------------------------
 
@@ -698,25 +799,32 @@ class Conversation(Session):
                 cue = Cue.FINISHED if exchange.outcome is Outcome.DONE else Cue.CUT_SHORT
                 self._finish(exchange, cue, exchange.reason)
 
+    def _content(self, exchange: Exchange) -> Stamp:
+        """What its content is stamped with: a cut voids it, but no discarded turn on the lane it was tried on does."""
+        lane = SIDE_LANE if exchange.lane == SIDE_LANE else CONVERSATION_LANE
+        return self.fences[lane].stamp(exchange.stamp.turn)
+
     def _speak(self, exchange: Exchange) -> None:
         reply = exchange.reply
         start = reply.released
         chunk = reply.release(self._now)
+        exchange.since_ns = self._now
         item = self._open_item(exchange)
+        content = self._content(exchange)
         self._spoke_audio = True
         response_id = exchange.response.id
         if chunk.text:
-            self._emit(AudioTranscriptDelta(response_id, item.id, chunk.text), exchange.stamp, len(chunk.text))
+            self._emit(AudioTranscriptDelta(response_id, item.id, chunk.text), content, len(chunk.text))
         marks = tuple((mark.sample, mark.char) for mark in chunk.marks)
         if chunk.pcm:
             delta = AudioDelta(response_id, item.id, chunk.pcm, start, self.epoch, marks)
-            self._emit(delta, exchange.stamp, len(chunk.pcm))
+            self._emit(delta, content, len(chunk.pcm))
         self._effects.append(Credit(exchange.stamp, self.shape.voice, 1))
 
     def _say(self, exchange: Exchange, delta: str) -> None:
         item = self._open_item(exchange)
         exchange.text += delta
-        self._emit(TextDelta(exchange.response.id, item.id, delta), exchange.stamp, len(delta))
+        self._emit(TextDelta(exchange.response.id, item.id, delta), self._content(exchange), len(delta))
 
     def _open_item(self, exchange: Exchange) -> Item:
         """The output item, announced before its first delta."""
@@ -739,7 +847,8 @@ class Conversation(Session):
             self._side = None
         else:
             self._exchange = None
-            self._last = exchange
+            if exchange.audio and exchange.item is not None:
+                self._last = exchange
         item = self._close_item(exchange, whole=cue is Cue.FINISHED)
         self._emit(ResponseDone(concluded(exchange.response, cue, reason, item)))
         self._effects.append(Count(f"turn_{exchange.state.value}"))
@@ -780,19 +889,24 @@ class Conversation(Session):
                 continue
             reply = exchange.reply
             reply.ack(round(input.played_ms * self.shape.output_rate_hz / 1000), self._now)
-            if exchange.state is TurnState.INTERRUPTED:
+            if exchange.cut:
                 self._hold_to_heard(exchange)
             break
         self._tell(PlaybackAcknowledged(input.played_ms, input.response_id, input.event_id))
 
     def _cut_last(self) -> None:
-        """Speech after a reply's end, while the client still plays it: the item is cut to what was heard."""
+        """Speech after a reply's end, while the client still plays it: the item is cut to what was heard.
+
+        Nothing runs on the conversation's lane by now.
+        """
         last = self._last
-        if last is not None and last.state is not TurnState.INTERRUPTED and last.reply.audible(self._now):
+        if last is not None and not last.cut and last.reply.audible(self._now):
+            self._raise_fence(CONVERSATION_LANE)  # what of it waits to be sent must not be heard any more (G1)
             self._hold_to_heard(last)
 
     def _hold_to_heard(self, exchange: Exchange) -> None:
         """Cut the item to what had been played by now (G8)."""
+        exchange.cut = True
         reply = exchange.reply
         played = reply.acked if exchange.state.over and reply.acked is not None else reply.played(self._now)
         self._truncate(exchange, played)
@@ -826,6 +940,9 @@ class Conversation(Session):
 
     def _text_appended(self, input: TextAppended) -> None:
         self._lease.touch(self._now)
+        if len(input.text) > MAX_TEXT:
+            self._refuse("invalid_value", "The text is too long.", input.event_id, "text")
+            return
         if self._exchange is not None:
             self._cut(self._exchange, "client_cancelled")
         self._drop_try()
@@ -841,6 +958,9 @@ class Conversation(Session):
             message = f"Error adding item: an item with id '{item.id}' already exists."
             self._refuse("item_create_duplicate_item_id", message, input.event_id, "item.id")
             return
+        if len(item.text) > MAX_TEXT:
+            self._refuse("invalid_value", "Error adding item: its text is too long.", input.event_id, "item.content")
+            return
         at = len(self.items)
         if input.after == "root":
             at = 0
@@ -854,6 +974,7 @@ class Conversation(Session):
         self._announce_item(item, at)
 
     def _item_delete_asked(self, input: ItemDeleteAsked) -> None:
+        self._lease.touch(self._now)
         at = self._find(input.item_id)
         if at is None:
             message = f"Error deleting item: no item with id '{input.item_id}' exists."
@@ -863,6 +984,7 @@ class Conversation(Session):
         self._emit(ItemDeleted(input.item_id))
 
     def _item_retrieve_asked(self, input: ItemRetrieveAsked) -> None:
+        self._lease.touch(self._now)
         at = self._find(input.item_id)
         if at is None:
             message = f"Error retrieving item: no item with id '{input.item_id}' exists."
@@ -884,11 +1006,13 @@ class Conversation(Session):
             message = f"Error truncating item: audio_end_ms must lie in 0 to {self._released_ms(exchange)}."
             self._refuse("invalid_value", message, input.event_id, "audio_end_ms")
         else:
+            exchange.reply.ack(input.audio_end_ms * self.shape.output_rate_hz // 1000, self._now)
             if exchange is self._exchange:
                 self._cut(exchange, "client_cancelled")
-            samples = min(input.audio_end_ms * self.shape.output_rate_hz // 1000, exchange.reply.released)
-            exchange.reply.ack(samples, self._now)
-            self._truncate(exchange, samples)
+            else:
+                if self._exchange is None:
+                    self._raise_fence(CONVERSATION_LANE)  # the client does not want what of it waits to be sent
+                self._hold_to_heard(exchange)
 
     def _spoken(self, item_id: str) -> Exchange | None:
         for exchange in (self._exchange, self._last):
@@ -912,8 +1036,15 @@ class Conversation(Session):
 
     def _keep_item(self, item: Item, at: int | None = None) -> None:
         self.items.insert(len(self.items) if at is None else at, item)
-        if len(self.items) > MAX_ITEMS:
-            self._drop_items(frozenset(old.id for old in self.items[: len(self.items) - MAX_ITEMS]))
+        count, size = len(self.items), sum(len(old.text) for old in self.items)
+        gone = set()
+        for old in self.items[:-1]:
+            if count <= MAX_ITEMS and size <= MAX_TEXT:
+                break
+            gone.add(old.id)
+            count, size = count - 1, size - len(old.text)
+        if gone:
+            self._drop_items(frozenset(gone))
 
     def _change_item(self, item_id: str, text: str, audio_ms: int, status: ItemStatus | None = None) -> bool:
         """Whether the model's view of the item changed."""
@@ -941,7 +1072,7 @@ def names(ack: PlaybackAcked, exchange: Exchange) -> bool:
         return ack.response_id == exchange.response.id
     if ack.item_id is not None:
         return exchange.item is not None and ack.item_id == exchange.item.id
-    return exchange.audio
+    return exchange.audio and exchange.reply.started_ns is not None
 
 
 STATUSES = {

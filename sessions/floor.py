@@ -6,6 +6,7 @@ The floor turns findings into decisions; the conversation carries them out. Its 
   and the more finished the sentence, the surer it is over (`TurnDetection`).
 - Speech during a reply is first nothing. After `hold_ms` the reply is held; if the speech ends before `short_ack_ms`
   the reply goes on and the speech was an acknowledgement; else it interrupts, and all of it is the next turn.
+  Where speech must not interrupt, the reply is never held, and the longer speech is the next turn all the same.
 - During a reply, speech far under the user's usual level is the reply's own echo and counts for nothing.
 """
 
@@ -106,7 +107,9 @@ class Speech:
     """Voiced samples at or above the echo level."""
     end: int = 0
     silence: int = 0
-    level_db: float = -100.0
+    frames: int = 0
+    level_db: float = 0.0
+    """The mean over the voiced frames."""
     announced: bool = False
     held: bool = False
     heard: Heard | None = None
@@ -122,10 +125,10 @@ class Floor:
         self.overlap = overlap
         self.usual_db: float | None = None
         self._speech: Speech | None = None
-        self._committed: set[int] = set()
-        """Utterances whose transcript is still to come."""
+        self._committed: dict[int, int] = {}
+        """Utterances whose transcript is still to come, each with the end of its speech."""
         self._answered = 0
-        """The latest utterance that was committed with its transcript."""
+        """The latest utterance whose transcript is known: whatever else comes of it is a repetition."""
 
     @property
     def speaking(self) -> bool:
@@ -146,47 +149,53 @@ class Floor:
                 return self._heard(finding)
 
     def reset(self) -> None:
-        """The input was cleared."""
+        """The utterance under way was taken away; transcripts of earlier ones still come."""
+        self._speech = None
+
+    def lost(self) -> None:
+        """The ears are gone with everything they were about to say."""
         self._speech = None
         self._committed.clear()
 
     # -- findings ------------------------------------------------------------------------------------------------
 
     def _began(self, finding: SpeechBegan, playing: bool) -> list[Decision]:
+        decisions = self._closed(None)
         speech = Speech(finding.utterance, finding.start, overlap=playing, at=finding.start)
         self._speech = speech
-        if self.detection is None:
-            return []
-        return [] if playing else self._announce(speech)
+        if self.detection is None or playing:
+            return decisions
+        return decisions + self._announce(speech)
 
     def _went(self, finding: SpeechWent, playing: bool) -> list[Decision]:
         speech = self._speech
         if speech is None or speech.utterance != finding.utterance or self.detection is None:
             return []
-        step = max(0, finding.voiced - speech.voiced)
+        step = max(0, finding.voiced - speech.voiced - speech.silence)
         speech.voiced, speech.at, speech.end, speech.silence = finding.voiced, finding.at, finding.at, 0
-        speech.level_db = finding.level_db
+        speech.frames += 1
+        speech.level_db += (finding.level_db - speech.level_db) / speech.frames
         if speech.overlap:
-            return self._overlapped(speech, step, playing)
+            return self._overlapped(speech, finding.level_db, step, playing)
         if speech.tried is not None:
             speech.tried = None
             return [GiveUpTry(speech.utterance)]
         return []
 
-    def _overlapped(self, speech: Speech, step: int, playing: bool) -> list[Decision]:
+    def _overlapped(self, speech: Speech, level_db: float, step: int, playing: bool) -> list[Decision]:
         rules = self.overlap
-        if self.usual_db is None or speech.level_db >= self.usual_db - rules.echo_margin_db:
+        if self.usual_db is None or level_db >= self.usual_db - rules.echo_margin_db:
             speech.loud += step
         if not playing:
             return self._outlived(speech) if speech.loud else []
-        if rules.listen_only or self.detection is None or not self.detection.interrupt_response:
-            return []
+        interrupts = not rules.listen_only and self.detection is not None and self.detection.interrupt_response
         loud_ms = speech.loud // self._per_ms
         if speech.loud and loud_ms >= rules.short_ack_ms:
             speech.overlap = speech.held = False
             speech.announced = True
-            return [Interrupt(speech.utterance, speech.start)]
-        if rules.hold_ms and loud_ms >= rules.hold_ms and not speech.held:
+            named = Interrupt if interrupts else Announce
+            return [named(speech.utterance, speech.start)]
+        if interrupts and rules.hold_ms and loud_ms >= rules.hold_ms and not speech.held:
             speech.held = True
             return [HoldReply(speech.utterance)]
         return []
@@ -229,12 +238,17 @@ class Floor:
         return decisions
 
     def _heard(self, finding: Heard) -> list[Decision]:
-        if finding.utterance in self._committed:
-            self._committed.discard(finding.utterance)
-            return [Transcribed(finding)]
+        end = self._committed.get(finding.utterance)
+        if end is not None and not finding.final and finding.end < end:
+            return []  # it does not cover what was said; the one that does is under way
         speech = self._speech
-        if speech is None or speech.utterance != finding.utterance:
-            return [Transcribed(finding)] if finding.final and finding.utterance > self._answered else []
+        if end is not None or speech is None or speech.utterance != finding.utterance:
+            fresh = end is not None or (finding.final and finding.utterance > self._answered)
+            self._committed.pop(finding.utterance, None)
+            self._answered = max(self._answered, finding.utterance if fresh else 0)
+            return [Transcribed(finding)] if fresh else []
+        if finding.final:  # the ears closed it: it was as long as an utterance may be
+            return self._closed(finding)
         speech.heard = finding
         if speech.overlap or not speech.announced or not speech.silence or self.detection is None:
             return []
@@ -258,11 +272,25 @@ class Floor:
         heard = speech.heard if speech.heard is not None and speech.heard.end >= speech.end else None
         if speech.silence < patience_ms(detection, heard) * self._per_ms:
             return []
+        return self._end(speech, heard)
+
+    def _closed(self, heard: Heard | None) -> list[Decision]:
+        """The ears closed the utterance under way by themselves."""
+        speech = self._speech
+        if speech is None or self.detection is None:
+            return []
+        if speech.announced:
+            return self._end(speech, heard)
+        self._speech = None
+        let_go: list[Decision] = [GoOnReply("faded")] if speech.held else []
+        return [*let_go, Forget(speech.utterance, False, speech.end)]
+
+    def _end(self, speech: Speech, heard: Heard | None) -> list[Decision]:
         self._speech = None
         weight = 1.0 if self.usual_db is None else USUAL_WEIGHT
         self.usual_db = weight * speech.level_db + (1 - weight) * (self.usual_db or 0.0)
         if heard is None:
-            self._committed.add(speech.utterance)
+            self._committed[speech.utterance] = speech.end
         else:
             self._answered = speech.utterance
         return [Commit(speech.utterance, speech.end, heard)]

@@ -86,10 +86,11 @@ class OutputJournal:
         return voided
 
     def replay(self, seen: int, now: int) -> Replay:
-        """What comes after `seen`. Acknowledges `seen` as well."""
+        """What comes after `seen`. Acknowledges `seen` as well; what was acknowledged beyond it is gone for good."""
         self._evict(now)
+        gone = max(self._lost_to, self._acked)
         self.ack(min(seen, self.last))
-        gap = (seen + 1, self._lost_to) if self._lost_to > seen else None
+        gap = (seen + 1, gone) if gone > seen else None
         voids = tuple((max(first, seen + 1), last) for first, last in merged(self._voids) if last > seen)
         return Replay(tuple(self._entries), voids, gap, self._overflowed)
 

@@ -8,6 +8,7 @@ from omni_live.sessions.events import ErrorTold, Event, ResyncRequired, TurnDone
 from omni_live.sessions.ids import Ids
 from omni_live.sessions.inputs import Asked, CancelAsked, Outcome, StageEnded, StageFound, StageLost, StageSpoke
 from omni_live.sessions.journal import Replay
+from omni_live.sessions.lease import SECOND
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import Stamp
@@ -16,7 +17,7 @@ from omni_live.sessions.turn import Cue, SessionState, TurnState, follow
 MAILBOX = 64
 """Turns that may wait behind the one that runs; more are refused (G11)."""
 
-CUES = {Outcome.DONE: Cue.FINISHED, Outcome.INCOMPLETE: Cue.CUT_SHORT, Outcome.FAILED: Cue.BROKE}
+CUES = {Outcome.DONE: Cue.FINISHED, Outcome.INCOMPLETE: Cue.CUT_SHORT}
 
 
 @dataclass(slots=True)
@@ -25,6 +26,10 @@ class PlainTurn:
     stamp: Stamp
     state: TurnState = TurnState.THINKING
     unfinished: set[str] = field(default_factory=set)
+    spoken: dict[str, int] = field(default_factory=dict)
+    """Chunks that each stage has sent."""
+    since_ns: int = 0
+    """When something of it came last."""
     outcome: Outcome = Outcome.DONE
     reason: str = ""
 
@@ -76,7 +81,7 @@ class PlainSession(Session):
     def _begin(self, asked: Asked) -> None:
         self._turns += 1
         stamp = self.fences[0].stamp(self._turns, self._now)
-        self._turn = PlainTurn(asked, stamp, unfinished=set(asked.outputs))
+        self._turn = PlainTurn(asked, stamp, unfinished=set(asked.outputs), since_ns=self._now)
         self._effects.append(Submit(stamp, asked.entry, asked.outputs, asked.payload, asked.params))
 
     def _current(self, stamp: Stamp) -> PlainTurn | None:
@@ -91,6 +96,18 @@ class PlainSession(Session):
         turn = self._current(input.stamp)
         if turn is None:
             return
+        if input.stage not in turn.unfinished:
+            self._effects.append(Count("output_after_end"))
+            return
+        spoken = turn.spoken.get(input.stage, 0)
+        if input.stamp.seq < spoken:
+            self._effects.append(Count("repeated_output"))
+            return
+        if input.stamp.seq > spoken:
+            self._broke(turn, "output_lost")  # nobody may get an output with a hole in it (G7)
+            return
+        turn.spoken[input.stage] = spoken + 1
+        turn.since_ns = self._now
         if turn.state is TurnState.THINKING:
             turn.state = follow(turn.state, Cue.FIRST_OUTPUT)
         event = TurnSpoke(turn.asked.request_id, turn.stamp.turn, input.stage, input.payload)
@@ -102,15 +119,22 @@ class PlainSession(Session):
         if turn is None:
             return
         turn.unfinished.discard(input.stage)
+        turn.since_ns = self._now
+        if input.outcome is Outcome.FAILED:
+            self._broke(turn, input.reason)
+            return
         if input.outcome is not Outcome.DONE:
             turn.outcome, turn.reason = input.outcome, input.reason
-        if input.outcome is Outcome.FAILED:
-            self._raise_fence(0)
-            self._abort(turn.stamp)
-        if input.outcome is Outcome.FAILED or not turn.unfinished:
+        if not turn.unfinished:
             self._finish(CUES[turn.outcome], turn.reason)
 
+    def _broke(self, turn: PlainTurn, reason: str) -> None:
+        self._raise_fence(0)
+        self._abort(turn.stamp)
+        self._finish(Cue.BROKE, reason)
+
     def _cancel_asked(self, input: CancelAsked) -> None:
+        self._lease.touch(self._now)
         turn = self._turn
         if turn is None or input.response_id not in (None, turn.asked.request_id):
             message = "Cancellation failed: no such turn is active."
@@ -128,7 +152,15 @@ class PlainSession(Session):
         self._turn = None
         self._emit(TurnDone(turn.asked.request_id, turn.stamp.turn, turn.state.value, reason))
 
+    def _deadline_ns(self, turn: PlainTurn) -> int:
+        return turn.since_ns + round(self.limits.turn_deadline_s * SECOND)
+
+    def _next_ns(self) -> int | None:
+        return None if self._turn is None else self._deadline_ns(self._turn)
+
     def _settle(self) -> None:
+        if self._turn is not None and self._now >= self._deadline_ns(self._turn):
+            self._broke(self._turn, "timeout")
         if self._turn is None and self._waiting:
             self._begin(self._waiting.popleft())
         elif self._turn is None and self.state is SessionState.DRAINING:

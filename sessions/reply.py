@@ -44,13 +44,19 @@ class Reply:
         self.received += chunk.samples
 
     def release_ns(self, now: int) -> int | None:
-        """When the next chunk may go out (`now` or earlier: at once); None where none waits."""
+        """When the next chunk may go out (`now` or earlier: at once).
+
+        None where none waits, or where the position, as the client told it, stands still before that.
+        """
         if not self.waiting:
             return None
         if self.started_ns is None or self.lead_ms == 0:
             return now
         ahead = self.released - self.played(now) - self.lead_ms * self.rate_hz // 1000
-        return now if ahead <= 0 else now + ahead * SECOND // self.rate_hz
+        if ahead <= 0:
+            return now
+        at = now - (-ahead * SECOND // self.rate_hz)
+        return None if self.acked is not None and at > self.acked_ns + ACK_EXTRAPOLATION_NS else at
 
     def release(self, now: int) -> Chunk:
         """Take the next chunk as sent."""
@@ -63,7 +69,9 @@ class Reply:
         return chunk
 
     def ack(self, samples: int, now: int) -> None:
-        """The client has played so much. More than was sent is taken as all of it."""
+        """The client has played so much. More than was sent is taken as all of it; before the first chunk: nothing."""
+        if self.started_ns is None:
+            return
         self.acked = max(0, min(samples, self.released))
         self.acked_ns = now
 

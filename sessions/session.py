@@ -10,6 +10,7 @@ from typing import Any
 
 from omni_live.sessions.effects import Abort, Count, Effect, Emit, RaiseFence, Release, Replace, Wake
 from omni_live.sessions.events import (
+    ErrorTold,
     Event,
     HeartbeatAcked,
     InputAcked,
@@ -70,6 +71,7 @@ class Session:
         self._inputs = InputJournal()
         self._effects: list[Effect] = []
         self._wake_ns: int | None = None
+        self._drain_ns: int | None = None
         self._opened = False
         self._rules: dict[type, Rule] = {
             Attached: self._attached,
@@ -89,16 +91,26 @@ class Session:
         if self.closed:
             return [Count("input_after_close")]
         self._now = max(self._now, now)
+        if self.busy:
+            self._lease.touch(self._now)  # the idle time starts when the turn is over
         self._effects = []
         if not self._opened:
             self._opened = True
             self._effects.extend(RaiseFence(fence) for fence in self.fences)
-        self._rules[type(input)](input)
+        self._apply(input)
         if not self.closed:
             self._settle()
         if not self.closed:
             self._schedule()
         return self._effects
+
+    def _apply(self, input: Input) -> None:
+        rule = self._rules.get(type(input))
+        if rule is not None:
+            rule(input)
+        else:  # a client may well ask a session for what only the other kind can do
+            self._effects.append(Count("unsupported_input"))
+            self._emit(ErrorTold("unsupported_input", "This model does not take such an input."))
 
     @property
     def closed(self) -> bool:
@@ -108,7 +120,7 @@ class Session:
         """None where a resume with the token would succeed, else the code of the refusal."""
         if self.closed or self.state is SessionState.OPENING:
             return "session_resume_expired"
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self.token.encode()):
             return "invalid_resume_token"
         return None
 
@@ -150,6 +162,7 @@ class Session:
         self._lease.attach(self._now)
         self._inputs.asked_anew()
         if input.seen is None:
+            self._inputs = InputJournal()  # whoever starts anew numbers its input anew
             greeting = self._greet()
             if greeting is not None:
                 self._tell(greeting)
@@ -175,7 +188,7 @@ class Session:
     def _sequenced(self, input: Sequenced) -> None:
         match self._inputs.arrive(input.seq):
             case Arrival.NEXT:
-                self._rules[type(input.input)](input.input)
+                self._apply(input.input)
             case Arrival.DUPLICATE:
                 self._effects.append(Count("duplicate_input"))
             case Arrival.AHEAD:
@@ -200,6 +213,9 @@ class Session:
 
     def _woke(self, _: Woke) -> None:
         self._wake_ns = None
+        if self._drain_ns is not None and self._now >= self._drain_ns:
+            self._close("drained")
+            return
         match self._lease.verdict(self._now, self.busy):
             case Verdict.WARN:
                 self._lease.warned = True
@@ -213,17 +229,18 @@ class Session:
             case Verdict.HOLDS:
                 pass
 
-    def _drain_asked(self, _: DrainAsked) -> None:
+    def _drain_asked(self, input: DrainAsked) -> None:
         if self.state is SessionState.OPEN and self.busy:
             self.state = move(self.state, Move.DRAINED)
+            self._drain_ns = input.deadline_ns
         elif self.state is not SessionState.DRAINING:
             self._close("drained")
 
     def _schedule(self) -> None:
         at = self._lease.next_ns(self.busy)
-        soon = self._next_ns()
-        if soon is not None:
-            at = min(at, soon)
+        for soon in (self._drain_ns, self._next_ns()):
+            if soon is not None:
+                at = min(at, soon)
         # a timer that fires early finds nothing to do and is set anew; one that is late is worth a new one
         if self._wake_ns is None or at < self._wake_ns - WAKE_SLACK_NS:
             self._wake_ns = at

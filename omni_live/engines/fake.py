@@ -65,10 +65,10 @@ class FakeEcho:
         echoes = list(self._turns.values())
         if len(echoes) > 1:
             echoes.sort(key=_Echo.due)
-        worked = False
+        more = False
         for echo in echoes:
-            worked |= self._advance(echo)
-        return worked
+            more |= self._advance(echo)
+        return more
 
     def fork(self, session: SessionKey, into: SessionKey) -> None:
         self._sessions[into] = self._sessions[session]
@@ -90,6 +90,7 @@ class FakeEcho:
         self._turns.clear()
 
     def _advance(self, echo: "_Echo") -> bool:
+        """True where there is more to do right away."""
         turn = echo.turn
         if not turn.room():
             return False
@@ -103,11 +104,9 @@ class FakeEcho:
             echo.taken += 1
             echo.payload, echo.steps, echo.copies = payload, self._steps, self._multiply
         echo.steps -= 1
-        if echo.steps <= 0:
-            self._emit(echo, echo.payload)
-        return True
+        return echo.steps > 0 or self._emit(echo, echo.payload)
 
-    def _emit(self, echo: "_Echo", payload: Payload) -> None:
+    def _emit(self, echo: "_Echo", payload: Payload) -> bool:
         turn = echo.turn
         turn.emit(payload)
         echo.made += 1
@@ -118,6 +117,7 @@ class FakeEcho:
             self._finish(turn, Outcome.INCOMPLETE, "max_output_tokens")
         elif not echo.copies and (turn.exhausted() or echo.taken == self._ends_early):
             self._finish(turn, Outcome.DONE)
+        return echo.copies > 0 or turn.waiting() > 0
 
     def _finish(self, turn: Turn, outcome: Outcome, reason: str = "") -> None:
         del self._turns[id(turn)]

@@ -19,7 +19,7 @@ from omni_live.engines.contract import EngineOptions, Host, Load, SessionError, 
 from omni_live.engines.options import Options, param_int, param_real
 from omni_live.models.silero import Vad, VadState
 from omni_live.models.whisper import Whisper
-from omni_live.pipelines.voice.completeness import completeness
+from omni_live.pipelines.voice.completeness import completeness, prosody
 from omni_live.pipelines.voice.listener import Listener, Pcm, Report, Settle, Transcribe
 from omni_live.sessions.findings import Finding, Heard, write_finding
 from omni_live.sessions.payload import Payload, Scalar
@@ -213,7 +213,7 @@ class Ears:
             wanted = job.wanted
             transcript = self._whisper.transcribe(wanted.pcm.astype(np.float32) / np.float32(32768))
             text = transcript.text
-            finished = completeness(transcript, wanted.pcm[: wanted.speech_end - wanted.start])
+            finished = completeness(text, prosody(wanted.pcm, wanted.speech_end - wanted.start))
             self._results.append((job.session, wanted, text, finished))
             self._host.wake()
 

@@ -170,7 +170,7 @@ class Thinker:
             param_real(params, "temperature", 0.0), self._top_p, self._penalty, param_int(params, "seed", 0)
         )
         most = param_int(params, "max_tokens", 0) or self._max_tokens
-        sampler = Sampler(sampling, turn=turn.stamp.turn, stops=self._template.stops)
+        sampler = Sampler(sampling, turn=turn.stamp.turn, stops=self._template.spoken_stops)
         side = params.get("side") is True
         self._thoughts.append(
             Thought(turn, mind, side, sampler, Detokenizer(self._tokenizer), Loop(), min(most, self._reserve))

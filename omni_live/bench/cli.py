@@ -1,0 +1,110 @@
+"""`omni-live bench`: measure it. `voice` is how a conversation feels, `hops` what the runtime itself costs."""
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from omni_live.bench.figures import ROWS
+from omni_live.bench.report import flat, table
+from omni_live.bench.server import NoServer
+from omni_live.bench.voice import SECTIONS, Asked, Bench
+from omni_live.bench.wavs import NoWavs, load_wavs
+from omni_live.clients.duplex import DuplexError
+
+KEY_VARIABLE: Final = "OMNI_LIVE_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    benches = parser.add_subparsers(title="benches", dest="bench", metavar="BENCH", required=True)
+    add_voice(benches.add_parser("voice", help="latency, interruptions and turn taking of a voice conversation"))
+
+
+def run(args: argparse.Namespace) -> int:
+    return voice(args)
+
+
+# -- voice -----------------------------------------------------------------------------------------------------------
+
+
+def add_voice(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one flat JSON object on the last line")
+    add("--wavs", type=Path, metavar="DIR", help="wav files and transcripts.json (in the repository: tests/data/voice)")
+    add("--only", type=parse_sections, default=SECTIONS, metavar="LIST", help=f"of {', '.join(SECTIONS)}")
+    add("--runs", type=int, default=2, help="how often each conversation is held (%(default)s)")
+    add("--seed", type=int, default=1, help="of where the pauses are and of what sounds when (%(default)s)")
+    add("--model", default="voice", help="the pipeline (%(default)s)")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        type=parse_setting,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a session setting that is not the default, such as min_silence_ms=350 (again for more)",
+    )
+    add(
+        "--sweep-min-silence",
+        type=parse_sweep,
+        default=(),
+        metavar="MS,MS,...",
+        help="also the share of turns cut off, and their latency, for each of these min_silence_ms",
+    )
+    add("--url", help="measure a server that runs already: ws://HOST:PORT/v1/duplex")
+    add("--api-key", help=f"for --url (or ${KEY_VARIABLE})")
+
+
+def voice(args: argparse.Namespace) -> int:
+    """Measure and print; 0, or 1 with a sentence where something could not be measured."""
+    asked = Asked(
+        sections=args.only,
+        runs=max(1, args.runs),
+        seed=args.seed,
+        model=args.model,
+        settings=tuple(args.settings),
+        sweep=args.sweep_min_silence,
+        url=args.url,
+        api_key=args.api_key or os.environ.get(KEY_VARIABLE),
+    )
+    try:
+        bench = Bench(asked, load_wavs(args.wavs))
+        values = asyncio.run(bench.run())
+    except (NoWavs, NoServer, DuplexError) as error:
+        print(f"omni-live bench voice: {error}", file=sys.stderr)
+        return 1
+    for problem in bench.problems:
+        print(f"omni-live bench voice: {problem}", file=sys.stderr)
+    for note in bench.notes:
+        print(note)
+    print(flat(ROWS, values) if args.json else table(ROWS, values))
+    return 1 if bench.problems else 0
+
+
+def parse_sections(text: str) -> tuple[str, ...]:
+    """Section names in the order in which they run; raises argparse.ArgumentTypeError."""
+    asked = text.split(",")
+    unknown = [name for name in asked if name not in SECTIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(SECTIONS)}")
+    return tuple(name for name in SECTIONS if name in asked)
+
+
+def parse_setting(text: str) -> tuple[str, float]:
+    """NAME=NUMBER; raises argparse.ArgumentTypeError."""
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER") from None
+    return name, int(number) if number.is_integer() else number
+
+
+def parse_sweep(text: str) -> tuple[int, ...]:
+    """Milliseconds, separated by commas; raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of milliseconds") from None

@@ -1,0 +1,257 @@
+"""`omni-live bench hops`: what the runtime itself costs, with engines that only hand on, beside a bare socket chain.
+
+Three echo stages in three processes, with everything on that a real turn has: sessions, journal, stamps, fences,
+credits. The bare chain is three processes that pass frames along Unix sockets and do nothing else. Both run in the
+same command, alternating, so that their ratio means something on a machine that others use as well.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omni_live.bench.bare import Frames
+from omni_live.config.deploy import Deploy, PipelineDeploy
+from omni_live.config.plan import Plan, plan
+from omni_live.pipelines.registry import ECHO
+from omni_live.runtime.running import Runtime, running
+from omni_live.sessions.effects import Effect, Emit
+from omni_live.sessions.events import TurnDone, TurnSpoke
+from omni_live.sessions.ids import CountedIds
+from omni_live.sessions.inputs import Asked, Attached, CloseAsked, EventAcked
+from omni_live.sessions.limits import MIB
+from omni_live.sessions.payload import Payload, Scalar
+from omni_live.sessions.plain import PlainSession
+from omni_live.sessions.turn import TurnState
+
+HOPS = 4
+"""Server to first, second, third, and back."""
+TINY = Payload("bytes", body=b"x" * 32)
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+Progress = Callable[[str, float], None]
+"""What runs, and how far it is from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much is measured."""
+
+    rounds: int = 5
+    requests: int = 1000
+    """One at a time, in each round."""
+    big: int = 60
+    units: int = 4000
+    """Per session, in each round."""
+
+
+class NoCounters:
+    def count(self, name: str, amount: int = 1) -> None:
+        """Nobody asks."""
+
+
+class Bystander:
+    """A client in the server's process: it waits for the ends of turns and acknowledges what it got."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+        self.units = 0
+        self.seq = 0
+        self.failed = ""
+
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if not isinstance(effect, Emit):
+                continue
+            self.seq = effect.seq
+            match effect.event:
+                case TurnSpoke():
+                    self.units += 1
+                case TurnDone(status=status, reason=reason):
+                    if status != TurnState.DONE:
+                        self.failed = f"{status}: {reason}"
+                    self.done.set()
+                case _:
+                    pass
+
+
+@dataclass(slots=True)
+class Client:
+    runtime: Runtime
+    session: PlainSession
+    mailbox: Bystander = field(default_factory=Bystander)
+
+    async def ask(self, payload: Payload) -> float:
+        """One turn; seconds until its end."""
+        mailbox = self.mailbox
+        mailbox.done.clear()
+        asked = Asked("first", frozenset(("third",)), payload)
+        start = time.perf_counter()
+        self.runtime.orchestrator.tell(self.session, asked)
+        await mailbox.done.wait()
+        took = time.perf_counter() - start
+        if mailbox.failed:
+            raise RuntimeError(f"a turn ended {mailbox.failed}")
+        self.runtime.orchestrator.tell(self.session, EventAcked(mailbox.seq))
+        return took
+
+
+def echo_plan(multiply: int) -> Plan:
+    """The echo pipeline, each stage in a process of its own; the first makes `multiply` chunks of one."""
+    first, *rest = ECHO.stages
+    options: Mapping[str, Scalar] = {**first.options, "multiply": multiply}
+    spec = replace(ECHO, stages=(replace(first, options=options), *rest))
+    return plan(Deploy(pipelines=(PipelineDeploy(spec.name),)), {spec.name: spec})
+
+
+@asynccontextmanager
+async def echo(multiply: int, clients: int) -> AsyncIterator[list[Client]]:
+    the_plan = echo_plan(multiply)
+    ids = CountedIds()
+    async with running(the_plan, NoCounters()) as runtime:
+        while not runtime.orchestrator.pools.is_ready():
+            await asyncio.sleep(0.02)
+        opened = []
+        for number in range(clients):
+            slot = runtime.slots.take()
+            if slot is None:
+                raise RuntimeError("no session slot is free")
+            session = PlainSession(f"bench-{number}", *slot, the_plan.limits, ids, runtime.clock.now())
+            client = Client(runtime, session)
+            runtime.orchestrator.open(session, ECHO.name, client.mailbox)
+            runtime.orchestrator.tell(session, Attached(1))
+            opened.append(client)
+        yield opened
+        for client in opened:
+            runtime.orchestrator.tell(client.session, CloseAsked())
+
+
+class BareChain:
+    """The bare chain's ends in this process."""
+
+    def __init__(self) -> None:
+        self._arrived = asyncio.Event()
+        self._out: Frames | None = None
+
+    def arrived(self, _: bytes) -> None:
+        self._arrived.set()
+
+    async def ask(self, body: bytes) -> float:
+        if self._out is None:
+            raise RuntimeError("the chain is not open")
+        self._arrived.clear()
+        start = time.perf_counter()
+        self._out.send(body)
+        await self._arrived.wait()
+        return time.perf_counter() - start
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [f"{folder}/{number}" for number in range(HOPS)]
+            back = await loop.create_unix_server(lambda: Frames(self.arrived), paths[-1])
+            processes = []
+            for listen, onward in reversed(list(zip(paths[:-1], paths[1:], strict=True))):
+                command = (sys.executable, "-P", "-m", "omni_live.bench.bare", listen, onward)
+                processes.append(await asyncio.create_subprocess_exec(*command))
+                while not Path(listen).exists():  # noqa: ASYNC110 - a file has no event
+                    await asyncio.sleep(0.01)
+            transport, self._out = await loop.create_unix_connection(lambda: Frames(self.arrived), paths[0])
+            try:
+                yield
+            finally:
+                transport.close()
+                for process in processes:
+                    process.terminate()
+                    await process.wait()
+                back.close()
+
+
+def cpu_s() -> float:
+    """CPU seconds that this process and its children have used."""
+    total = 0.0
+    me = os.getpid()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            text = (entry / "stat").read_text(encoding="ascii", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = text.rpartition(")")[2].split()
+        if int(entry.name) == me or int(fields[1]) == me:
+            total += (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return total
+
+
+async def timed(ask: Callable[[], Awaitable[float]], count: int) -> tuple[list[float], float]:
+    """Latencies of `count` requests one after another, and CPU seconds per request over all processes."""
+    before = cpu_s()
+    took = [await ask() for _ in range(count)]
+    return took, (cpu_s() - before) / count
+
+
+async def measure(work: Work, progress: Progress) -> dict[str, float]:
+    """All figures of the bench."""
+    hops: list[float] = []
+    bare_hops: list[float] = []
+    cpus: list[float] = []
+    bare_cpus: list[float] = []
+    big: list[float] = []
+    bare = BareChain()
+    mib = Payload("bytes", body=bytes(MIB))
+    async with echo(1, 1) as (client,), bare.opened():
+        await timed(lambda: client.ask(TINY), 200)
+        await timed(lambda: bare.ask(b"x" * 32), 200)
+        for number in range(work.rounds):
+            progress("one request at a time", number / work.rounds)
+            took, cpu = await timed(lambda: client.ask(TINY), work.requests)
+            hops += took
+            cpus.append(cpu)
+            took, cpu = await timed(lambda: bare.ask(b"x" * 32), work.requests)
+            bare_hops += took
+            bare_cpus.append(cpu)
+        progress("1 MiB through the chain", 0.0)
+        await timed(lambda: client.ask(mib), 5)
+        big, _ = await timed(lambda: client.ask(mib), work.big)
+    rates = await streams(work, progress)
+    hop, bare_hop = statistics.median(hops) / HOPS, statistics.median(bare_hops) / HOPS
+    cpu, bare_cpu = statistics.median(cpus), statistics.median(bare_cpus)
+    return {
+        "hop_us_p50": hop * 1e6,
+        "hop_us_p99": quantile(hops, 0.99) / HOPS * 1e6,
+        "cpu_ms_per_request": cpu * 1e3,
+        "chain_1mib_ms_p50": statistics.median(big) * 1e3,
+        "units_per_s_8": statistics.median(rates),
+        "bare_hop_us_p50": bare_hop * 1e6,
+        "bare_cpu_ms_per_request": bare_cpu * 1e3,
+        "hop_ratio": hop / bare_hop,
+        "cpu_ratio": cpu / bare_cpu,
+    }
+
+
+async def streams(work: Work, progress: Progress) -> list[float]:
+    """Units per second through the chain with eight sessions streaming at once, one figure a round."""
+    rates = []
+    async with echo(work.units, 8) as clients:
+        await asyncio.gather(*(client.ask(TINY) for client in clients))
+        for number in range(work.rounds):
+            progress("eight sessions streaming", number / work.rounds)
+            before = sum(client.mailbox.units for client in clients)
+            start = time.perf_counter()
+            await asyncio.gather(*(client.ask(TINY) for client in clients))
+            took = time.perf_counter() - start
+            rates.append((sum(client.mailbox.units for client in clients) - before) / took)
+    return rates
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

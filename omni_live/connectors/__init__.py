@@ -1,0 +1,1 @@
+"""Connectors carry payload bytes between stages and give small tickets."""

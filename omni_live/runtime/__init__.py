@@ -1,0 +1,1 @@
+"""Orchestrator, pools, workers, links: everything that waits, spawns and talks between processes."""

@@ -1,0 +1,677 @@
+"""The orchestrator: performs what sessions decide and tells them what their workers report.
+
+It decides three things only: which stage comes next, on which replica, and whether an output goes to the client,
+onward, or both. It never waits and holds no payload over `KEPT_BYTES` beyond a call. Whatever calls it from inside
+one of its own calls is queued and done after (`_run`), so that nothing nests and every order below is a plain one.
+
+What a report is worth depends on two tables: `_bound` (sessions) and `_turns` (open turns, those that are being
+aborted included). A report that finds no entry, or one of another worker, is counted and dropped; nothing here is
+ever made by a report (G5). A turn leaves `_turns` when each of its opened stages has ended or died, which every
+worker must see to within the abort deadline (see `_abort`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, assert_never
+
+from omni_live.config.plan import Plan
+from omni_live.engines.contract import Load
+from omni_live.pipelines.spec import EdgeSpec, Handover
+from omni_live.runtime.dag import Course, Dag, Step, UnroutableError
+from omni_live.runtime.pool import Pool, Pools, Replica
+from omni_live.runtime.ports import (
+    CLIENT,
+    Clock,
+    Counters,
+    Fences,
+    Mailbox,
+    NoTrace,
+    Route,
+    Spawner,
+    Timer,
+    Trace,
+    WorkerId,
+)
+from omni_live.runtime.slots import Slots
+from omni_live.sessions.effects import (
+    Abort,
+    Count,
+    Credit,
+    Effect,
+    Emit,
+    Feed,
+    Hold,
+    RaiseFence,
+    Release,
+    Replace,
+    Submit,
+    Unhold,
+    Wake,
+)
+from omni_live.sessions.inputs import DrainAsked, Input, Outcome, StageEnded, StageFound, StageLost, StageSpoke, Woke
+from omni_live.sessions.payload import NO_META, Payload, Scalar
+from omni_live.sessions.stamp import LANES, Fence, SessionKey, Stamp, session_key
+
+KEPT_BYTES = 4096
+"""A payload that must wait for a replica is kept up to this size."""
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+SERVER = WorkerId(0)
+"""Stands for the server's own process in a route to CLIENT."""
+
+
+class UnavailableError(RuntimeError):
+    """A stage has no ready replica: the session is refused, with a time after which asking again makes sense."""
+
+    def __init__(self, stage: str, retry_after_s: float) -> None:
+        super().__init__(f"stage {stage!r} has no ready replica")
+        self.stage = stage
+        self.retry_after_s = retry_after_s
+
+
+class IllegalEffectError(RuntimeError):
+    """A session wants what it must not want; a bug of the core."""
+
+
+class SessionCore(Protocol):
+    """What the orchestrator needs of a session (sessions.session.Session)."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def handle(self, told: Input, now_ns: int, /) -> list[Effect]: ...
+
+
+TurnKey = tuple[int, ...]
+"""A stamp's slot, generation, epoch and turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An effect that needs a stage without a ready replica, or must stay behind one that does."""
+
+    stages: frozenset[str]
+    effect: Submit | Feed
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A pipeline as the orchestrator walks it."""
+
+    name: str
+    dag: Dag
+    pools: Mapping[str, Pool]
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """A session and where its stages live."""
+
+    session: SessionCore
+    key: SessionKey
+    line: _Line
+    mailbox: Mailbox
+    params: Mapping[str, Scalar]
+    seats: dict[str, Replica] = field(default_factory=dict)
+    """Stage -> replica that has the session open."""
+    turns: dict[TurnKey, "_Turn"] = field(default_factory=dict)
+    """Turns that may still tell the session something."""
+    epochs: list[int] = field(default_factory=lambda: [1] * LANES)
+    wake_at: int = 0
+    timer: Timer | None = None
+    timer_at: int = 0
+    vacant: set[str] = field(default_factory=set)
+    """Stages that wait for a replica to be ready."""
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    held: set[str] = field(default_factory=set)
+    """Stages that `waiting` touches: later work for them queues up behind."""
+    lossy: set[str] = field(default_factory=set)
+    """Vacant stages of which input was dropped: what waits behind it is no longer worth running."""
+    patience: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A stage of a turn, as opened."""
+
+    replica: Replica
+    stamp: Stamp
+    spoken: int = 0
+    """Outputs that reached the session; the next one's sequence number."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn that some worker has open."""
+
+    stamp: Stamp
+    bound: _Bound
+    course: Course
+    params: Mapping[str, Scalar]
+    pending: set[str]
+    """Stages whose end is not reported yet."""
+    unfinished: set[str]
+    """Final outputs of which the session was not told the end."""
+    parts: dict[str, _Part] = field(default_factory=dict)
+    over: bool = False
+    """Nothing of it reaches the session any more."""
+    deadline: Timer | None = None
+
+    @property
+    def key(self) -> TurnKey:
+        return self.stamp[:4]
+
+
+class Orchestrator:
+    """Performs effects; implements ports.Happenings."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        spawner: Spawner,
+        fences: Fences,
+        clock: Clock,
+        counters: Counters,
+        slots: Slots,
+        trace: Trace | None = None,
+    ) -> None:
+        self.pools = Pools(plan, spawner, clock, trace or NoTrace())
+        self._limits = plan.limits
+        self._fences = fences
+        self._clock = clock
+        self._counters = counters
+        self._slots = slots
+        self._trace: Trace = trace or NoTrace()
+        self._lines = {
+            spec.name: _Line(
+                spec.name, Dag(spec), {stage: self.pools.pool(spec.name, stage) for stage in spec.stage_names}
+            )
+            for spec in plan.pipelines
+        }
+        self._bound: dict[SessionKey, _Bound] = {}
+        self._turns: dict[TurnKey, _Turn] = {}
+        self._vacancies: set[SessionKey] = set()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    # -- for doors and the server ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every worker of the plan."""
+        self.pools.start()
+
+    def open(
+        self,
+        session: SessionCore,
+        pipeline: str,
+        mailbox: Mailbox,
+        params: Mapping[str, Scalar] = NO_META,
+        stages: Iterable[str] = (),
+    ) -> None:
+        """Bind the session to a replica of each stage and open it there.
+
+        `stages` names those that will be used, if it is known (a one-shot call); the others are bound when they are
+        first needed. The session's slot belongs to the orchestrator from here on; where this raises
+        UnavailableError nothing has happened and the slot is still the caller's.
+        """
+        line = self._lines[pipeline]
+        wanted = tuple(stages) or tuple(line.pools)
+        for stage in wanted:
+            if not line.pools[stage].is_ready:
+                raise UnavailableError(stage, line.pools[stage].retry_after_s())
+        key = session_key(session.slot, session.generation)
+        bound = self._bound[key] = _Bound(session, key, line, mailbox, params)
+        for lane in range(LANES):
+            self._fences.write(Fence(session.slot * LANES + lane, session.generation))
+        self._trace.note("open", key, pipeline)
+        for stage in wanted:
+            self._seat(bound, stage)
+
+    def tell(self, session: SessionCore, told: Input) -> None:
+        """Give the session an input and perform what it wants done; dropped and counted where it is closed."""
+        self._run(partial(self._tell, session_key(session.slot, session.generation), told))
+
+    def close(self, session: SessionCore, reason: str) -> None:
+        """Release the session without asking it; nothing happens where it is released already."""
+        self._run(partial(self._close, session_key(session.slot, session.generation), reason))
+
+    def drain(self, deadline_ns: int) -> None:
+        """Ask every session to come to its end by then."""
+        for key in tuple(self._bound):
+            self._run(partial(self._tell, key, DrainAsked(deadline_ns)))
+
+    @property
+    def sessions(self) -> int:
+        return len(self._bound)
+
+    # -- what workers report (ports.Happenings) ----------------------------------------------------------------------
+
+    def ready(self, worker: WorkerId) -> None:
+        self._run(partial(self._ready, worker))
+
+    def spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
+        self._run(partial(self._spoke, worker, stage, stamp, payload))
+
+    def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+        self._run(partial(self._ended, worker, stage, stamp, outcome, reason))
+
+    def found(self, worker: WorkerId, stage: str, session: SessionKey, payload: Payload) -> None:
+        self._run(partial(self._found, worker, stage, session, payload))
+
+    def snapshotted(
+        self, worker: WorkerId, stage: str, session: SessionKey, ticket: int, payload: Payload | None
+    ) -> None:
+        self._stale("snapshot", session, (worker, stage, ticket, payload is None))
+
+    def exited(self, worker: WorkerId, reason: str) -> None:
+        self._run(partial(self._lost, worker, reason))
+
+    def load(self, worker: WorkerId, stage: str, load: Load) -> None:
+        replica = self.pools.replica(worker)
+        if replica is not None:
+            replica.loads[stage] = load
+
+    # -- one thing after the other -----------------------------------------------------------------------------------
+
+    def _run(self, act: Callable[[], None]) -> None:
+        """Do it now, or after what is being done."""
+        self._todo.append(act)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._todo:
+                self._todo.popleft()()
+        finally:
+            self._running = False
+            if self._todo:  # a session or a port raised: what waits behind it has nothing to do with it
+                self._clock.call_at(self._clock.now(), partial(self._run, _nothing))
+
+    def _tell(self, key: SessionKey, told: Input) -> None:
+        bound = self._bound.get(key)
+        if bound is None:
+            self._stale("input", key, told)
+            return
+        self._trace.note("told", key, told)
+        self._perform(bound, bound.session.handle(told, self._clock.now()))
+
+    def _perform(self, bound: _Bound, effects: list[Effect]) -> None:
+        post: list[Effect] = []
+        for effect in effects:
+            self._trace.note("does", bound.key, effect)
+            match effect:
+                case Emit() | Hold() | Unhold() | Replace():
+                    post.append(effect)
+                case Credit():
+                    self._credit(effect)
+                case Wake():
+                    self._wake(bound, effect.at_ns)
+                case Count():
+                    self._counters.count(effect.name, effect.amount)
+                case _:
+                    if post:
+                        bound.mailbox.take(post)
+                        post = []
+                    self._act(bound, effect)
+        if post:
+            bound.mailbox.take(post)
+
+    def _act(self, bound: _Bound, effect: Submit | Feed | RaiseFence | Abort | Release) -> None:
+        match effect:
+            case Feed():
+                self._feed(bound, effect)
+            case Submit():
+                self._submit(bound, effect)
+            case RaiseFence():
+                self._raise(bound, effect.fence)
+            case Abort():
+                self._abort_stamped(bound, effect.stamp)
+            case Release():
+                self._close(bound.key, effect.reason)
+            case _:
+                assert_never(effect)
+
+    # -- effects -----------------------------------------------------------------------------------------------------
+
+    def _feed(self, bound: _Bound, feed: Feed) -> None:
+        replica = bound.seats.get(feed.stage)
+        if replica is None or feed.stage in bound.held:
+            replica = self._seat_or_wait(bound, (feed.stage,), feed)
+            if replica is None:
+                return
+        replica.port.feed_session(feed.stage, bound.key, feed.payload)
+
+    def _submit(self, bound: _Bound, submit: Submit) -> None:
+        try:
+            course = bound.line.dag.course(submit.entry, submit.outputs)
+        except UnroutableError:
+            self._refuse(bound, submit, "unroutable")
+            return
+        if self._seat_or_wait(bound, course.steps, submit) is None:
+            return
+        if submit.stamp.session != bound.key or submit.stamp[:4] in self._turns:
+            raise IllegalEffectError(
+                f"session {bound.key} submits {submit.stamp}, which is not its own or runs already"
+            )
+        turn = _Turn(submit.stamp, bound, course, submit.params, set(course.steps), set(submit.outputs))
+        self._turns[turn.key] = bound.turns[turn.key] = turn
+        for step in course.first:
+            self._open_part(turn, step)
+        entry = turn.parts[submit.entry]
+        entry.replica.port.feed_turn(submit.entry, entry.stamp, submit.payload, True)
+
+    def _open_part(self, turn: _Turn, step: Step) -> None:
+        bound = turn.bound
+        replica = bound.seats[step.stage]
+        stamp = turn.stamp
+        stamp = Stamp(stamp.slot, stamp.generation, stamp.epoch, stamp.turn, step.index, 0, stamp.deadline_ns)
+        turn.parts[step.stage] = _Part(replica, stamp)
+        routes = tuple(self._route(bound, edge) for edge in step.edges)
+        if step.final:
+            routes += (Route(CLIENT, SERVER, self._limits.client_credits),)
+        replica.port.open_turn(step.stage, stamp, turn.params, routes, step.inputs)
+
+    def _route(self, bound: _Bound, edge: EdgeSpec) -> Route:
+        receiver = bound.seats[edge.consumer]
+        credit = edge.credits or self._limits.chunk_credits
+        return Route(edge.consumer, receiver.worker, credit, edge.handover is Handover.WHOLE)
+
+    def _raise(self, bound: _Bound, fence: Fence) -> None:
+        self._fences.write(fence)
+        bound.epochs[fence.slot % LANES] = fence.epoch
+        for turn in tuple(bound.turns.values()):
+            if turn.stamp.slot == fence.slot and turn.stamp.epoch < fence.epoch:
+                self._abort(turn)
+        self._forgo(bound, lambda stamp: stamp.slot == fence.slot and stamp.epoch < fence.epoch)
+
+    def _abort_stamped(self, bound: _Bound, stamp: Stamp) -> None:
+        turn = bound.turns.get(stamp[:4])
+        if turn is not None:
+            self._abort(turn)
+        self._forgo(bound, lambda other: other[:4] == stamp[:4])
+
+    def _abort(self, turn: _Turn) -> None:
+        """Nothing of the turn reaches the session from now on; what is left of it must end by the deadline."""
+        if turn.over:
+            return
+        turn.over = True
+        turn.bound.turns.pop(turn.key, None)
+        turn.pending &= turn.parts.keys()
+        for stage in turn.pending:
+            part = turn.parts[stage]
+            part.replica.port.abort(stage, part.stamp)
+        if turn.pending:
+            at_ns = self._clock.now() + self._limits.abort_deadline_ms * NS_PER_MS
+            turn.deadline = self._clock.call_at(at_ns, partial(self._run, partial(self._abort_lapsed, turn)))
+        else:
+            self._forget(turn)
+
+    def _abort_lapsed(self, turn: _Turn) -> None:
+        for replica in {turn.parts[stage].replica for stage in turn.pending}:
+            self._counters.count("workers_wedged")
+            replica.port.kill()
+            self._lost(replica.worker, "wedged")
+
+    def _forget(self, turn: _Turn) -> None:
+        self._turns.pop(turn.key, None)
+        if turn.deadline is not None:
+            turn.deadline.cancel()
+
+    def _credit(self, credit: Credit) -> None:
+        turn = self._turns.get(credit.stamp[:4])
+        part = turn.parts.get(credit.stage) if turn is not None else None
+        if turn is not None and part is not None and not turn.over:
+            part.replica.port.credit(credit.stage, part.stamp, credit.units)
+
+    def _wake(self, bound: _Bound, at_ns: int) -> None:
+        bound.wake_at = at_ns
+        if bound.timer is not None:
+            if bound.timer_at <= at_ns:
+                return  # it finds the later time when it fires: most leases are only ever prolonged
+            bound.timer.cancel()
+        bound.timer_at = at_ns
+        bound.timer = self._clock.call_at(at_ns, partial(self._run, partial(self._woke, bound)))
+
+    def _woke(self, bound: _Bound) -> None:
+        if bound.key not in self._bound:
+            return
+        bound.timer = None
+        if self._clock.now() < bound.wake_at:
+            self._wake(bound, bound.wake_at)
+        else:
+            self._tell(bound.key, Woke())
+
+    def _close(self, key: SessionKey, reason: str) -> None:
+        bound = self._bound.pop(key, None)
+        if bound is None:
+            return
+        slot, generation = bound.session.slot, bound.session.generation
+        for lane in range(LANES):
+            # The next generation's epochs begin at 1, so until the slot is taken again the rows admit nothing.
+            self._fences.write(Fence(slot * LANES + lane, generation + 1, 0))
+        for timer in (bound.timer, bound.patience):
+            if timer is not None:
+                timer.cancel()
+        for turn in tuple(bound.turns.values()):
+            self._abort(turn)
+        for stage, replica in bound.seats.items():
+            replica.port.close_session(stage, key)
+            replica.sessions.discard(key)
+        self._vacancies.discard(key)
+        self._slots.free(slot, generation)
+        bound.mailbox.take([Release(reason)])
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def _spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
+        turn = self._turns.get(stamp[:4])
+        part = _hosted(turn, stage, worker)
+        if turn is None or part is None or turn.over or stage not in turn.unfinished or stamp.seq < part.spoken:
+            self._stale("output", stamp.session, stamp)
+        elif stamp.seq > part.spoken:
+            self._fail(turn, stage, "output_lost")  # better no end than one with a hole before it (G7)
+        else:
+            part.spoken += 1
+            self._tell(turn.bound.key, StageSpoke(stamp, stage, payload))
+
+    def _ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+        turn = self._turns.get(stamp[:4])
+        if turn is None or stage not in turn.pending or _hosted(turn, stage, worker) is None:
+            self._stale("end", stamp.session, stamp)
+            return
+        turn.pending.discard(stage)
+        if turn.over:
+            if not turn.pending:
+                self._forget(turn)
+        elif outcome is Outcome.FAILED:
+            self._fail(turn, stage, reason)
+        else:
+            self._hand_on(turn, stage)
+            if turn.course.steps[stage].final and not turn.over:
+                turn.unfinished.discard(stage)
+                self._tell(turn.bound.key, StageEnded(stamp, stage, outcome, reason))
+            if not turn.unfinished:
+                # Of a stage that ended early its producers are left, and nobody takes what they make.
+                self._abort(turn)
+
+    def _hand_on(self, turn: _Turn, stage: str) -> None:
+        """The stage has finished: open what waits for it and let it send what it kept."""
+        bound = turn.bound
+        for step in turn.course.later.get(stage, ()):
+            if step.stage in turn.parts:
+                continue
+            if any(self._seat(bound, name) is None for name in (step.stage, *(edge.consumer for edge in step.edges))):
+                self._fail(turn, step.stage, "replica_unavailable")
+                return
+            self._open_part(turn, step)
+        for edge in turn.course.steps[stage].edges:
+            if edge.handover is Handover.WHOLE:
+                part = turn.parts[stage]
+                part.replica.port.forward(stage, part.stamp, self._route(bound, edge))
+
+    def _fail(self, turn: _Turn, stage: str, reason: str) -> None:
+        """The turn cannot come to its end: say so once, then stop what is left of it."""
+        if turn.over:
+            return
+        self._tell(turn.bound.key, StageEnded(turn.stamp, stage, Outcome.FAILED, reason))
+        self._abort(turn)
+
+    def _found(self, worker: WorkerId, stage: str, session: SessionKey, payload: Payload) -> None:
+        bound = self._bound.get(session)
+        replica = bound.seats.get(stage) if bound is not None else None
+        if replica is None or replica.worker != worker:
+            self._stale("finding", session, (worker, stage))
+            return
+        self._tell(session, StageFound(stage, payload))
+
+    def _stale(self, what: str, session: SessionKey, detail: object) -> None:
+        self._counters.count(f"stale_{what}s")
+        self._trace.note(f"stale_{what}", session, detail)
+
+    # -- replicas come and go ----------------------------------------------------------------------------------------
+
+    def _seat(self, bound: _Bound, stage: str) -> Replica | None:
+        """The session's replica of the stage, bound and opened if need be; None where none is ready."""
+        replica = bound.seats.get(stage)
+        if replica is not None:
+            return replica
+        pool = bound.line.pools[stage]
+        siblings = (bound.seats[sibling] for sibling in pool.plan.stages if sibling in bound.seats)
+        replica = next(siblings, None) or pool.bind(bound.key)
+        if replica is None:
+            bound.vacant.add(stage)
+            self._vacancies.add(bound.key)
+            return None
+        bound.seats[stage] = replica
+        bound.vacant.discard(stage)
+        self._trace.note("bound", bound.key, (stage, replica.worker))
+        replica.port.open_session(stage, bound.key, bound.params)
+        return replica
+
+    def _lost(self, worker: WorkerId, reason: str) -> None:
+        replica = self.pools.lost(worker)
+        if replica is None:
+            return
+        self._counters.count("workers_lost")
+        self._trace.note("lost", SessionKey(0), (worker, reason))
+        hit = [turn for turn in self._turns.values() if any(part.replica is replica for part in turn.parts.values())]
+        for turn in hit:
+            turn.pending -= {stage for stage, part in turn.parts.items() if part.replica is replica}
+            if turn.over and not turn.pending:
+                self._forget(turn)
+        # Everybody moves before anybody is told: what a session does about it finds its new replicas.
+        moved = [(key, self._move(self._bound[key], replica)) for key in sorted(replica.sessions)]
+        for key, stages in moved:
+            for stage in stages:
+                self._tell(key, StageLost(stage))
+        for turn in hit:
+            stage = next(stage for stage, part in turn.parts.items() if part.replica is replica)
+            self._fail(turn, stage, "replica_lost")
+
+    def _move(self, bound: _Bound, replica: Replica) -> list[str]:
+        """The stages that lived there; each has another replica now, or waits for one."""
+        stages = [stage for stage, seat in bound.seats.items() if seat is replica]
+        for stage in stages:
+            del bound.seats[stage]
+        for stage in stages:
+            self._seat(bound, stage)
+        return stages
+
+    def _ready(self, worker: WorkerId) -> None:
+        if self.pools.ready(worker) is None:
+            return
+        for key in tuple(self._vacancies):
+            bound = self._bound[key]
+            for stage in tuple(bound.vacant):
+                self._seat(bound, stage)
+            if not bound.vacant:
+                self._vacancies.discard(key)
+            self._resume(bound)
+
+    # -- work that waits for a replica -------------------------------------------------------------------------------
+
+    def _seat_or_wait(self, bound: _Bound, stages: Iterable[str], effect: Submit | Feed) -> Replica | None:
+        """A replica for each of the stages (the last is returned), or None: the effect waits, in order, or is lost."""
+        replica: Replica | None = None
+        for stage in stages:
+            replica = None if stage in bound.held else self._seat(bound, stage)
+            if replica is None:
+                self._wait(bound, frozenset(stages), effect)
+                break
+        return replica
+
+    def _wait(self, bound: _Bound, stages: frozenset[str], effect: Submit | Feed) -> None:
+        if effect.payload.nbytes > KEPT_BYTES or len(bound.waiting) >= self._limits.replica_wait_items:
+            self._lose(bound, effect)
+            return
+        payload = replace(effect.payload, body=bytes(effect.payload.body))
+        bound.waiting.append(_Waiting(stages, replace(effect, payload=payload)))
+        bound.held |= stages
+        if bound.patience is None:
+            at_ns = self._clock.now() + int(self._limits.replica_wait_s * NS_PER_S)
+            bound.patience = self._clock.call_at(at_ns, partial(self._run, partial(self._wait_lapsed, bound)))
+
+    def _resume(self, bound: _Bound) -> None:
+        """Some stage has a replica again: do what waited for it, unless a part of its input is missing."""
+        back = bound.lossy - bound.vacant
+        if back:
+            bound.lossy -= back
+            for stage in sorted(back):
+                self._run(partial(self._tell, bound.key, StageLost(stage)))
+            self._lose_waiting(bound)
+        for waiting in self._unqueue(bound):
+            self._perform(bound, [waiting.effect])
+
+    def _wait_lapsed(self, bound: _Bound) -> None:
+        bound.patience = None
+        self._lose_waiting(bound)
+
+    def _lose_waiting(self, bound: _Bound) -> None:
+        for waiting in self._unqueue(bound):
+            self._lose(bound, waiting.effect)
+
+    def _unqueue(self, bound: _Bound) -> tuple[_Waiting, ...]:
+        waiting = tuple(bound.waiting)
+        bound.waiting.clear()
+        bound.held.clear()
+        if bound.patience is not None:
+            bound.patience.cancel()
+            bound.patience = None
+        return waiting
+
+    def _lose(self, bound: _Bound, effect: Submit | Feed) -> None:
+        if isinstance(effect, Submit):
+            self._refuse(bound, effect, "replica_unavailable")
+        else:
+            bound.lossy.add(effect.stage)
+            self._counters.count("feeds_lost")
+
+    def _forgo(self, bound: _Bound, stale: Callable[[Stamp], bool]) -> None:
+        """Turns that wait and shall not start any more."""
+        if not bound.waiting:
+            return
+        bound.waiting = deque(
+            waiting
+            for waiting in bound.waiting
+            if not (isinstance(waiting.effect, Submit) and stale(waiting.effect.stamp))
+        )
+        bound.held = set().union(*(waiting.stages for waiting in bound.waiting))
+
+    def _refuse(self, bound: _Bound, submit: Submit, reason: str) -> None:
+        ended = StageEnded(submit.stamp, submit.entry, Outcome.FAILED, reason)
+        self._run(partial(self._tell, bound.key, ended))
+
+
+def _hosted(turn: _Turn | None, stage: str, worker: WorkerId) -> _Part | None:
+    """The stage's part of the turn, if it runs on that worker."""
+    part = turn.parts.get(stage) if turn is not None else None
+    return part if part is not None and part.replica.worker == worker else None
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,603 @@
+"""The runner: steps a worker's engines, most urgent first, and drops stale turns between any two steps.
+
+It does no I/O and owns no thread. A drive (see drives.py) calls it, on the event loop or on a thread of its own:
+`receive` with what arrived, `step` until there is nothing to do, and the outbox is taken away in between.
+
+Every turn that is opened here reports exactly one end, also when it was aborted or was stale before it began: the
+orchestrator counts a worker that keeps one as wedged.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from omni_live.connectors.contract import Ticket, TicketInvalid
+from omni_live.engines.contract import Engine, SessionError, TurnError
+from omni_live.runtime.fences import FenceTable
+from omni_live.runtime.outbox import CONTROL, Outbox
+from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.turns import Handed, Item, Life, Output, StageTurn, TurnKey, discard
+from omni_live.runtime.wire import (
+    SERVER,
+    Abort,
+    Call,
+    Chunk,
+    CloseSession,
+    Counted,
+    Credit,
+    Drain,
+    FeedSession,
+    FeedTurn,
+    Fork,
+    Forward,
+    Free,
+    Message,
+    OpenSession,
+    OpenTurn,
+    Ping,
+    Pong,
+    Report,
+    Restore,
+    Snapshot,
+    WireRoute,
+)
+from omni_live.sessions.inputs import Outcome
+from omni_live.sessions.payload import Payload
+from omni_live.sessions.stamp import SessionKey, Stamp
+
+NS_PER_S: Final = 1_000_000_000
+_NEVER: Final = 2**63
+_UNDATED_NS: Final = 100_000_000
+"""Work without a deadline counts as due so long after it became ready: it waits for urgent turns, never forever."""
+_REPORT_NS: Final = 250_000_000
+"""Loads and counts are reported at most this often."""
+_OVER_CAP: Final = 4096
+"""Turns that ended here and are remembered, so that their late chunks are not taken for early ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """Bounds of what a runner keeps for others."""
+
+    kept_bytes: int = 64 * 2**20
+    """Output of one turn that waits for its receiver. Reached: the turn fails (`resource_exhausted`)."""
+    early_bytes: int = 32 * 2**20
+    """Chunks of turns that are not open yet, in all. Reached: further ones are dropped and counted."""
+    early_s: float = 5.0
+    """A turn that does not open by then is not coming: its early chunks are dropped and counted."""
+    forward_s: float = 30.0
+    """Kept output that nobody asks to forward by then is dropped and counted."""
+
+
+class Seat:
+    """One stage in this worker: its engine, and what it has to do. It is the engine's Host."""
+
+    def __init__(self, stage: str, engine: Engine, outbox: Outbox, wake: Callable[[], None]) -> None:
+        self.stage = stage
+        self.engine = engine
+        self.sessions: set[SessionKey] = set()
+        self.refused: dict[SessionKey, str] = {}
+        """Sessions that the engine would not open, and why."""
+        self.turns: dict[TurnKey, StageTurn] = {}
+        self.lingering: dict[TurnKey, StageTurn] = {}
+        """Finished turns whose output is still on its way."""
+        self.over: dict[TurnKey, None] = {}
+        """The latest turns that ended, in that order."""
+        self.ready_ns = 0
+        """Since when the engine has something to do; 0: it has nothing."""
+        self.alarm_ns = _NEVER
+        self.woken = False
+        self._outbox = outbox
+        self._wake = wake
+
+    def due_ns(self) -> int:
+        """When the engine should have stepped. Never before it became ready, so that nobody starves the others."""
+        dated = [turn.stamp.deadline_ns for turn in self.turns.values() if turn.stamp.deadline_ns]
+        return max(min(dated), self.ready_ns) if dated else self.ready_ns + _UNDATED_NS
+
+    def remember(self, key: TurnKey) -> None:
+        self.over[key] = None
+        if len(self.over) > _OVER_CAP:
+            del self.over[next(iter(self.over))]
+
+    # -- engines.contract.Host
+
+    def find(self, session: SessionKey, payload: Payload) -> None:
+        self._outbox.find(self.stage, session, payload)
+
+    def wake(self) -> None:
+        self.woken = True
+        self._wake()
+
+    def now(self) -> int:
+        return time.monotonic_ns()
+
+    def wake_at(self, at_ns: int) -> None:
+        self.alarm_ns = min(self.alarm_ns, at_ns)
+
+
+@dataclass(slots=True)
+class _Early:
+    """Chunks of a turn that is not open here yet; its OpenTurn comes by another socket."""
+
+    stamp: Stamp
+    until_ns: int
+    items: list[tuple[Item, int]]
+    nbytes: int = 0
+
+
+class Runner:
+    """See the module. `wake` must be callable from any thread; the clock is injected for tests."""
+
+    def __init__(
+        self,
+        worker: int,
+        engines: Mapping[str, Engine],
+        fences: FenceTable,
+        outbox: Outbox,
+        *,
+        wake: Callable[[], None],
+        limits: RunnerLimits | None = None,
+        now: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._worker = worker
+        self._fences = fences
+        self._outbox = outbox
+        self._counts = outbox.counts
+        self._limits = limits or RunnerLimits()
+        self._now = now
+        self._seats = {stage: Seat(stage, engine, outbox, wake) for stage, engine in engines.items()}
+        self._early: dict[tuple[str, TurnKey], _Early] = {}
+        self._early_bytes = 0
+        self._next = 0
+        self._waiting: dict[int, Call] = {}
+        """Calls on the port that arrived ahead of earlier ones, which come by the other lane."""
+        self._moves = -1
+        self._look_again = False
+        self._draining = False
+        self._changed = True
+        self._reported_ns = 0
+        self._perform: dict[type[object], Callable[..., None]] = {
+            OpenSession: self._open_session,
+            CloseSession: self._close_session,
+            OpenTurn: self._open_turn,
+            Forward: self._forward,
+            FeedSession: self._feed_session,
+            FeedTurn: self._feed_turn,
+            Fork: self._fork,
+            Snapshot: self._snapshot,
+            Restore: self._restore,
+        }
+
+    # -- the drive's side
+
+    def load(self) -> None:
+        """Load every engine; may take long."""
+        for seat in self._seats.values():
+            seat.engine.load(seat)
+
+    def shut(self) -> None:
+        for seat in self._seats.values():
+            seat.engine.shut()
+
+    def receive(self, source: int, message: Message) -> None:
+        """Take what the server or the worker `source` said. Raises what an engine raises that names no turn."""
+        if isinstance(message, Chunk):
+            self._deliver(message.receiver, message.stamp, message, source)
+        elif isinstance(message, Call):
+            self._in_order(message)
+        else:
+            self._overtaking(source, message)
+
+    def lost_receiver(self, worker: int) -> None:
+        """The link that our chunks to that worker take is gone, and with it what was on its way."""
+        self._counts["tickets_freed_of_lost"] += self._outbox.forget(worker)
+        for seat in self._seats.values():
+            for turn in [*seat.turns.values(), *seat.lingering.values()]:
+                if turn.sends_to(worker):
+                    self._fail(seat, turn, "peer_lost")
+
+    def lost_producer(self, worker: int) -> None:
+        """The link that brought chunks of that worker is gone."""
+        for seat in self._seats.values():
+            for turn in list(seat.turns.values()):
+                if turn.awaits(worker):
+                    self._fail(seat, turn, "peer_lost")
+        self._outbox.close_reader(worker)
+
+    def step(self) -> bool:
+        """Drop what is stale, then let the most urgent engine do one unit of work; False where none has any."""
+        if self._fences.moves != self._moves or self._look_again:
+            self._drop_stale()
+        seat = self._most_urgent()
+        if seat is None:
+            return False
+        seat.ready_ns = 0
+        try:
+            more = seat.engine.step()
+        except TurnError as error:
+            self._failed(error)
+            more = True
+        if more:
+            self._mark(seat)
+        return True
+
+    def settle(self) -> int | None:
+        """Nothing is left to do for now: expire and report what is due.
+
+        Returns when `step` and `settle` must be called again even if nothing arrives, None where never.
+        """
+        at = _NEVER
+        if self._changed or self._counts:
+            now = self._now()
+            if now - self._reported_ns >= _REPORT_NS:
+                self._report(now)
+            else:
+                at = self._reported_ns + _REPORT_NS
+        if self._early:
+            at = min(at, self._expire_early())
+        for seat in self._seats.values():
+            if seat.lingering:
+                at = min(at, self._expire_kept(seat))
+            at = min(at, seat.alarm_ns)
+        return None if at == _NEVER else at
+
+    @property
+    def is_drained(self) -> bool:
+        """True where the worker was told to drain and holds nothing for anybody any more."""
+        if not self._draining or self._outbox.tickets:
+            return False
+        return not any(seat.sessions or seat.turns or seat.lingering for seat in self._seats.values())
+
+    # -- turns.Floor
+
+    def hand(self, receiver: str, stamp: Stamp, item: Handed) -> None:
+        self._deliver(receiver, stamp, item, self._worker)
+
+    def has_room(self, turn: StageTurn) -> None:
+        self._mark(self._seats[turn.stage])
+
+    def lingers(self, turn: StageTurn) -> None:
+        seat = self._seats[turn.stage]
+        turn.since_ns = self._now()
+        seat.turns.pop(turn.key, None)
+        seat.lingering[turn.key] = turn
+
+    def settled(self, turn: StageTurn) -> None:
+        seat = self._seats[turn.stage]
+        seat.turns.pop(turn.key, None)
+        seat.lingering.pop(turn.key, None)
+        self._retire(seat, turn)
+
+    # -- what arrives
+
+    def _in_order(self, message: Call) -> None:
+        if message.order != self._next:
+            self._waiting[message.order] = message
+            return
+        while True:
+            self._next += 1
+            try:
+                self._perform[type(message)](message)
+            except TurnError as error:
+                self._failed(error)
+            except SessionError as error:
+                self._counts[f"refused_{error.code}"] += 1
+            except TicketInvalid:
+                self._counts["tickets_invalid"] += 1
+            following = self._waiting.pop(self._next, None)
+            if following is None:
+                return
+            message = following
+
+    def _overtaking(self, source: int, message: Message) -> None:
+        match message:
+            case Credit():
+                self._credit(message)
+            case Free(tickets):
+                self._outbox.release(source, tickets)
+                self._pump_all()
+            case Abort():
+                self._abort(message)
+            case Ping():
+                self._outbox.say(CONTROL, Pong(message.serial))
+            case Drain():
+                self._draining = True
+            case _:
+                raise TypeError(f"{type(message).__name__} is not for a runner")
+
+    def _deliver(self, receiver: str, stamp: Stamp, item: Item, source: int) -> None:
+        """Bring a unit of work to its turn, keep it for a turn that is about to open, or drop and count it."""
+        seat = self._seats.get(receiver)
+        if seat is None or not self._fences.admits(stamp):
+            self._counts["stale_chunks"] += 1
+            discard(item, source, self._outbox)
+            return
+        key = stamp[:4]
+        turn = seat.turns.get(key)
+        if turn is not None:
+            if item.outcome is Outcome.FAILED:
+                self._fail(seat, turn, item.reason)
+                return
+            turn.arrived(item, source)
+            if not seat.ready_ns:
+                seat.ready_ns = self._now()
+        elif key in seat.over or key in seat.lingering:
+            self._counts["late_chunks"] += 1
+            discard(item, source, self._outbox)
+        else:
+            self._keep_early(seat, key, stamp, item, source)
+
+    def _keep_early(self, seat: Seat, key: TurnKey, stamp: Stamp, item: Item, source: int) -> None:
+        nbytes = _nbytes(item)
+        if self._early_bytes + nbytes > self._limits.early_bytes:
+            self._counts["early_chunks_refused"] += 1
+            discard(item, source, self._outbox)
+            return
+        early = self._early.get((seat.stage, key))
+        if early is None:
+            until_ns = self._now() + int(self._limits.early_s * NS_PER_S)
+            early = self._early[seat.stage, key] = _Early(stamp, until_ns, [])
+        early.items.append((item, source))
+        early.nbytes += nbytes
+        self._early_bytes += nbytes
+
+    # -- the port's calls, in order
+
+    def _open_session(self, message: OpenSession) -> None:
+        seat, session = self._seats[message.stage], message.session
+        self._changed = True
+        try:
+            seat.engine.open(session, message.params)
+        except SessionError as error:
+            seat.refused[session] = error.code
+            raise
+        seat.sessions.add(session)
+        self._mark(seat)
+
+    def _close_session(self, message: CloseSession) -> None:
+        seat, session = self._seats[message.stage], message.session
+        self._changed = True
+        for turn in [*seat.turns.values(), *seat.lingering.values()]:
+            if turn.session == session:
+                self._drop(seat, turn, "closed")
+        for name, early in list(self._early.items()):
+            if name[0] == seat.stage and early.stamp.session == session:
+                self._drop_early(name)
+        seat.refused.pop(session, None)
+        if session in seat.sessions:
+            seat.sessions.discard(session)
+            seat.engine.close(session)
+
+    def _open_turn(self, message: OpenTurn) -> None:
+        seat, stamp = self._seats[message.stage], message.stamp
+        turn = StageTurn(seat.stage, stamp, message.params, message.inputs, self, self._outbox)
+        turn.send_to(
+            tuple(Output(turn, route, self._is_here(route), self._limits.kept_bytes) for route in message.routes)
+        )
+        early = self._early.pop((seat.stage, turn.key), None)
+        refusal = self._refusal(seat, turn)
+        if refusal is not None:
+            turn.end(*refusal)
+            self._retire(seat, turn)
+        else:
+            seat.turns[turn.key] = turn
+            self._changed = True
+            seat.engine.begin(turn)
+            self._mark(seat)
+        if early is not None:
+            self._early_bytes -= early.nbytes
+            for item, source in early.items:
+                self._deliver(seat.stage, stamp, item, source)
+
+    def _is_here(self, route: WireRoute) -> bool:
+        return route.worker == self._worker and route.receiver in self._seats
+
+    def _refusal(self, seat: Seat, turn: StageTurn) -> tuple[Outcome, str] | None:
+        if not self._fences.admits(turn.stamp):
+            return Outcome.INCOMPLETE, "stale"
+        if turn.key in seat.over:
+            return Outcome.INCOMPLETE, "aborted"
+        if turn.session not in seat.sessions:
+            return Outcome.FAILED, seat.refused.get(turn.session, "session_unknown")
+        return None
+
+    def _forward(self, message: Forward) -> None:
+        seat, key = self._seats[message.stage], message.stamp[:4]
+        turn = seat.lingering.get(key) or seat.turns.get(key)
+        if turn is None:
+            self._counts["stale_forwards"] += 1
+            return
+        for output in turn.outputs:
+            if output.receiver == message.route.receiver:
+                output.is_local = self._is_here(message.route)
+                output.forward(message.route)
+
+    def _feed_session(self, message: FeedSession) -> None:
+        seat, session = self._seats[message.stage], message.session
+        if session not in seat.sessions:
+            self._counts["stale_feeds"] += 1
+            self._outbox.read(SERVER, message.body, lambda _: None)
+            return
+        self._outbox.read(SERVER, message.body, lambda payload: seat.engine.listen(session, payload))
+        self._mark(seat)
+
+    def _feed_turn(self, message: FeedTurn) -> None:
+        chunk = Chunk(CLIENT, message.stage, message.stamp, message.body, False, message.last)
+        self._deliver(message.stage, message.stamp, chunk, SERVER)
+
+    def _fork(self, message: Fork) -> None:
+        seat = self._seats[message.stage]
+        if message.session not in seat.sessions:
+            raise SessionError(message.session, "session_unknown")
+        seat.engine.fork(message.session, message.into)
+        seat.sessions.add(message.into)
+        self._changed = True
+
+    def _snapshot(self, message: Snapshot) -> None:
+        seat, session = self._seats[message.stage], message.session
+        payload: Payload | None = None
+        try:
+            if session in seat.sessions:
+                payload = seat.engine.snapshot(session)
+        finally:
+            self._outbox.snapshotted(seat.stage, session, message.ticket, payload)
+
+    def _restore(self, message: Restore) -> None:
+        seat, session = self._seats[message.stage], message.session
+        if session not in seat.sessions:
+            self._outbox.read(SERVER, message.body, lambda _: None)
+            raise SessionError(session, "session_unknown")
+        self._outbox.read(SERVER, message.body, lambda payload: seat.engine.restore(session, payload))
+        self._mark(seat)
+
+    # -- what overtakes
+
+    def _abort(self, message: Abort) -> None:
+        seat, key = self._seats[message.stage], message.stamp[:4]
+        turn = seat.turns.get(key) or seat.lingering.get(key)
+        if turn is not None:
+            self._drop(seat, turn, "aborted")
+        else:
+            seat.remember(key)  # its OpenTurn may still wait for the other lane
+
+    def _credit(self, message: Credit) -> None:
+        seat = self._seats.get(message.sender)
+        key = message.stamp[:4]
+        turn = seat and (seat.turns.get(key) or seat.lingering.get(key))
+        if turn:
+            try:
+                for output in turn.outputs:
+                    if output.receiver == message.receiver:
+                        output.give(message.units)
+            except TurnError as error:
+                self._failed(error)
+
+    def _pump_all(self) -> None:
+        """An arena has room again: who waited for it goes on."""
+        for seat in self._seats.values():
+            for turn in [*seat.turns.values(), *seat.lingering.values()]:
+                try:
+                    for output in turn.outputs:
+                        output.pump()
+                except TurnError as error:
+                    self._failed(error)
+
+    # -- how turns end
+
+    def _failed(self, error: TurnError) -> None:
+        turn = error.turn
+        if not isinstance(turn, StageTurn):
+            raise error
+        self._counts[f"turn_{error.code}"] += 1
+        self._fail(self._seats[turn.stage], turn, error.code)
+
+    def _fail(self, seat: Seat, turn: StageTurn, code: str) -> None:
+        self._drop(seat, turn, code, Outcome.FAILED)
+
+    def _drop(self, seat: Seat, turn: StageTurn, reason: str, outcome: Outcome = Outcome.INCOMPLETE) -> None:
+        was, owes_end = turn.life, turn.owes_end
+        if was is Life.OVER:
+            return
+        turn.void()
+        if was is Life.FINISHED and outcome is Outcome.FAILED and reason != "peer_lost":
+            for output in turn.outputs:
+                output.break_off(reason)
+        seat.turns.pop(turn.key, None)
+        seat.lingering.pop(turn.key, None)
+        if was is Life.RUNNING:
+            seat.engine.drop(turn)
+        if owes_end:
+            turn.end(outcome, reason)
+        self._retire(seat, turn)
+
+    def _retire(self, seat: Seat, turn: StageTurn) -> None:
+        turn.life = Life.OVER
+        seat.remember(turn.key)
+        self._changed = True
+
+    def _drop_stale(self) -> None:
+        moves = self._fences.moves
+        # Once more on the next look, for the row that became visible after the count (see FenceTable.moves).
+        self._look_again = moves != self._moves
+        self._moves = moves
+        admits = self._fences.admits
+        for seat in self._seats.values():
+            for turn in [*seat.turns.values(), *seat.lingering.values()]:
+                if not admits(turn.stamp):
+                    self._drop(seat, turn, "stale")
+        for name, early in list(self._early.items()):
+            if not admits(early.stamp):
+                self._drop_early(name)
+
+    def _drop_early(self, name: tuple[str, TurnKey]) -> None:
+        early = self._early.pop(name)
+        self._early_bytes -= early.nbytes
+        self._counts["early_chunks_dropped"] += len(early.items)
+        for item, source in early.items:
+            discard(item, source, self._outbox)
+
+    def _expire_early(self) -> int:
+        """Drop early chunks of turns that do not open; when the next ones are due."""
+        now, at = self._now(), _NEVER
+        for name, early in list(self._early.items()):
+            if early.until_ns <= now:
+                self._drop_early(name)
+            else:
+                at = min(at, early.until_ns)
+        return at
+
+    def _expire_kept(self, seat: Seat) -> int:
+        """Drop kept output that nobody asks for; when the next is due."""
+        now, at = self._now(), _NEVER
+        for turn in [turn for turn in seat.lingering.values() if turn.awaits_forward]:
+            until_ns = turn.since_ns + int(self._limits.forward_s * NS_PER_S)
+            if until_ns <= now:
+                self._counts["outputs_never_forwarded"] += 1
+                self._drop(seat, turn, "expired")
+            else:
+                at = min(at, until_ns)
+        return at
+
+    # -- whose turn it is
+
+    def _mark(self, seat: Seat) -> None:
+        if not seat.ready_ns:
+            seat.ready_ns = self._now()
+
+    def _most_urgent(self) -> Seat | None:
+        first, others = None, False
+        for seat in self._seats.values():
+            if seat.woken:
+                seat.woken = False
+                self._mark(seat)
+            if seat.alarm_ns != _NEVER and seat.alarm_ns <= self._now():
+                seat.alarm_ns = _NEVER
+                self._mark(seat)
+            if seat.ready_ns:
+                others = first is not None
+                first = first or seat
+        if not others:
+            return first
+        return min((seat for seat in self._seats.values() if seat.ready_ns), key=Seat.due_ns)
+
+    def _report(self, now: int) -> None:
+        self._changed, self._reported_ns = False, now
+        for stage, seat in self._seats.items():
+            load = seat.engine.load_now()
+            self._outbox.say(
+                CONTROL,
+                Report(stage, load.sessions, load.turns, load.queued, load.bytes_used, load.bytes_cap),
+            )
+        if self._counts:
+            self._outbox.say(CONTROL, Counted(dict(self._counts)))
+            self._counts.clear()
+
+
+def _nbytes(item: Item) -> int:
+    if isinstance(item, Handed):
+        return 0 if item.payload is None else item.payload.nbytes
+    if item.body is None:
+        return 0
+    return item.body.nbytes if isinstance(item.body, Ticket) else len(item.body.body)

@@ -1,0 +1,450 @@
+"""A stage's side of one turn, as its engine sees it: input with credit, output with room."""
+
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from omni_live.connectors.contract import ArenaFull, ArenaUnavailable, Ticket, TicketInvalid
+from omni_live.engines.contract import TurnError
+from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
+from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.wire import SERVER, Chunk, Credit, Ended, Inline, Spoke, WireRoute, unwrapped
+from omni_live.sessions.inputs import Outcome
+from omni_live.sessions.payload import Payload, Scalar
+from omni_live.sessions.stamp import SessionKey, Stamp
+
+TurnKey = tuple[int, int, int, int]
+"""Row, generation, epoch, turn: a stamp without what differs between its chunks."""
+
+_UNBOUNDED = 2**31
+"""The room of a whole edge, which keeps what it is given; its bytes are bounded instead."""
+
+
+class Life(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    """Its engine is done with it; outputs may still be on their way."""
+    OVER = "over"
+
+
+class Handed(NamedTuple):
+    """A unit of work between two stages of one worker, by reference."""
+
+    payload: Payload | None
+    last: bool
+    output: "Output"
+    """Where it comes from, and where its credit goes."""
+    outcome: Outcome = Outcome.DONE
+    reason: str = ""
+
+
+Item = Chunk | Handed
+"""A unit of work that arrives."""
+
+
+class Floor(Protocol):
+    """What a turn needs of the runner that made it."""
+
+    def hand(self, receiver: str, stamp: Stamp, item: Handed) -> None:
+        """Bring a unit of work to a stage of the same worker."""
+
+    def has_room(self, turn: "StageTurn") -> None:
+        """A turn that could not emit can."""
+
+    def lingers(self, turn: "StageTurn") -> None:
+        """The engine is done with it, but output is still on its way."""
+
+    def settled(self, turn: "StageTurn") -> None:
+        """Nothing of a finished turn is under way from here any more."""
+
+
+class Output:
+    """A turn's way to one receiver.
+
+    Payloads wait in `_queue`, in order, while the receiver gives no credit, while a whole edge waits for `forward`,
+    and while the arena has no room for the next one.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_credits",
+        "_ending",
+        "_kept",
+        "_kept_cap",
+        "_queue",
+        "_turn",
+        "_unsent",
+        "held",
+        "is_local",
+        "is_settled",
+        "receiver",
+        "room",
+        "window",
+        "worker",
+    )
+
+    def __init__(self, turn: "StageTurn", route: WireRoute, is_local: bool, kept_cap: int) -> None:
+        self.receiver = route.receiver
+        self.worker = route.worker
+        self.window = max(1, route.credits)
+        self.held = route.whole
+        self.is_local = is_local
+        self._turn = turn
+        self._credits = self.window
+        self._queue: deque[tuple[Stamp, Payload]] = deque()
+        self.room = _UNBOUNDED if self.held else self.window
+        """Chunks that may be emitted now."""
+        self._kept = 0
+        self._kept_cap = kept_cap
+        self._ending: tuple[Outcome, str] | None = None
+        self.is_settled = False
+        """True once the receiver was told that this was all."""
+        self._unsent: Chunk | Spoke | None = None
+        self._batch = -1
+
+    def emit(self, stamp: Stamp, payload: Payload) -> None:
+        self.room -= 1
+        if self.held or self._queue or not self._send(stamp, payload):
+            self._keep(stamp, payload)
+
+    def give(self, units: int) -> None:
+        """The receiver took that many."""
+        units = min(units, self.window - self._credits)
+        starved = self.room <= 0
+        self._credits += units
+        self.room += units
+        if self._queue:
+            self.pump()
+        if starved and units:
+            self._turn.floor.has_room(self._turn)
+
+    def forward(self, route: WireRoute) -> None:
+        """The receiver of a whole edge is there: send what was kept."""
+        self.worker = route.worker
+        self.held = False
+        self.room = self._credits - len(self._queue)
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what waits, as far as credit and arena allow."""
+        if self.held or self._turn.life is Life.OVER:
+            return
+        while self._queue and self._credits > 0:
+            stamp, payload = self._queue[0]
+            if not self._send(stamp, payload):
+                return
+            self._queue.popleft()
+            self._kept -= payload.nbytes
+        self._end()
+
+    def finish(self, outcome: Outcome, reason: str) -> None:
+        self._ending = (outcome, reason)
+        self.pump()
+
+    def drop(self) -> None:
+        self._queue.clear()
+
+    def break_off(self, code: str) -> None:
+        """What was promised to the receiver will not come: its turn cannot end well."""
+        turn = self._turn
+        if self.is_settled or self.held or self.receiver == CLIENT:
+            return
+        if self.is_local:
+            turn.floor.hand(self.receiver, turn.stamp, Handed(None, True, self, Outcome.FAILED, code))
+        else:
+            chunk = Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, Outcome.FAILED, code)
+            turn.outbox.say(self.worker, chunk)
+
+    # -- inside
+
+    def _send(self, stamp: Stamp, payload: Payload) -> bool:
+        """False where the arena has no room for it now."""
+        turn = self._turn
+        if self.is_local:
+            self._credits -= 1
+            turn.floor.hand(self.receiver, stamp, Handed(turn.own(payload), False, self))
+            return True
+        edge = (turn.stage, self.receiver)
+        holder = SERVER if self.receiver == CLIENT else self.worker
+        try:
+            body = turn.outbox.body(edge, stamp, holder, payload)
+        except ArenaFull:
+            turn.outbox.counts["arena_waits"] += 1
+            return False
+        except ArenaUnavailable as error:
+            raise TurnError(turn, error.code) from error
+        self._credits -= 1
+        if self.receiver == CLIENT:
+            spoke = Spoke(turn.stage, stamp, body)
+            self._unsent = spoke
+            turn.outbox.say(MEDIA, spoke)
+        else:
+            chunk = Chunk(turn.stage, self.receiver, stamp, body, self._credits <= self.window // 2)
+            self._unsent = chunk
+            turn.outbox.say(self.worker, chunk)
+        self._batch = turn.outbox.batch
+        return True
+
+    def _keep(self, stamp: Stamp, payload: Payload) -> None:
+        self._kept += payload.nbytes
+        if self._kept > self._kept_cap:
+            raise TurnError(self._turn, "resource_exhausted")
+        self._queue.append((stamp, self._turn.own(payload)))
+
+    def _end(self) -> None:
+        """Tell the receiver that this was all, in the last chunk where that has not left yet."""
+        if self._ending is None or self._queue or self.is_settled:
+            return
+        self.is_settled = True
+        turn = self._turn
+        turn.unsettled -= 1
+        outcome, reason = self._ending
+        unsent = self._unsent if self._batch == turn.outbox.batch else None
+        self._unsent = None
+        if self.is_local:
+            turn.floor.hand(self.receiver, turn.stamp, Handed(None, True, self, outcome, reason))
+        elif self.receiver == CLIENT:
+            if isinstance(unsent, Spoke):
+                unsent.outcome, unsent.reason = outcome, reason
+            else:
+                turn.outbox.say(MEDIA, Ended(turn.stage, turn.stamp, outcome, reason))
+        elif isinstance(unsent, Chunk):
+            unsent.last, unsent.outcome, unsent.reason = True, outcome, reason
+        else:
+            chunk = Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason)
+            turn.outbox.say(self.worker, chunk)
+        if turn.life is Life.FINISHED and not turn.unsettled:
+            turn.floor.settled(turn)
+
+
+class StageTurn:
+    """See engines.contract.Turn. Made by the runner; it reports exactly one end to the server."""
+
+    __slots__ = (
+        "_borrowed",
+        "_inbox",
+        "_inputs",
+        "_owed",
+        "_upstream",
+        "floor",
+        "has_client",
+        "key",
+        "life",
+        "outbox",
+        "outputs",
+        "params",
+        "seq",
+        "session",
+        "since_ns",
+        "stage",
+        "stamp",
+        "unsettled",
+    )
+
+    def __init__(
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Scalar],
+        inputs: int,
+        floor: Floor,
+        outbox: Outbox,
+    ) -> None:
+        self.stage = stage
+        self.stamp = stamp
+        self.key: TurnKey = stamp[:4]
+        self.session: SessionKey = stamp.session
+        self.params = params
+        self.floor = floor
+        self.outbox = outbox
+        self.outputs: tuple[Output, ...] = ()
+        self.unsettled = 0
+        """Outputs whose receiver was not told yet that this was all."""
+        self.has_client = False
+        self.life = Life.RUNNING
+        self.seq = 0
+        self.since_ns = 0
+        """When it finished; what nobody forwards for too long is dropped."""
+        self._inputs = inputs
+        self._inbox: deque[tuple[Item, int]] = deque()
+        """Units of work, each with the worker it came from (SERVER: the client's input)."""
+        self._owed: dict[tuple[int, str], int] = {}
+        """(worker, stage) of each remote producer under way, and the credit not given back to it yet."""
+        self._borrowed: tuple[int, Ticket] | None = None
+        self._upstream = (Outcome.DONE, "")
+
+    # -- the engine's side
+
+    def take(self) -> Payload | None:
+        if self._borrowed is not None:
+            self._let_go()
+        if not self._inbox:
+            return None
+        item, source = self._inbox.popleft()
+        if isinstance(item, Handed):
+            item.output.give(1)
+            return item.payload
+        return self._open(item, source)
+
+    def waiting(self) -> int:
+        return len(self._inbox)
+
+    def exhausted(self) -> bool:
+        return self._inputs <= 0 and not self._inbox
+
+    def room(self) -> int:
+        least = _UNBOUNDED
+        for output in self.outputs:
+            least = min(least, output.room)
+        return least
+
+    def emit(self, payload: Payload) -> None:
+        if self.life is not Life.RUNNING:
+            return
+        outputs = self.outputs
+        for output in outputs:
+            if output.room <= 0:
+                raise TurnError(self)
+        slot, generation, epoch, turn, stage, _, deadline_ns = self.stamp
+        stamp = Stamp._make((slot, generation, epoch, turn, stage, self.seq, deadline_ns))
+        self.seq += 1
+        for output in outputs:
+            output.emit(stamp, payload)
+
+    def finish(self, outcome: Outcome = Outcome.DONE, reason: str = "") -> None:
+        if self.life is not Life.RUNNING:
+            return
+        if outcome is Outcome.DONE and self._upstream[0] is Outcome.INCOMPLETE:
+            outcome, reason = self._upstream
+        self.life = Life.FINISHED
+        self._discard_input()
+        if outcome is Outcome.FAILED:
+            # Receivers are not told: they wait for the abort, so that none of them can call its part done.
+            self.void()
+            self.end(outcome, reason)
+            self.floor.settled(self)
+            return
+        if not self.has_client:
+            self.outbox.say(CONTROL, Ended(self.stage, self.stamp, outcome, reason))
+        for output in self.outputs:
+            output.finish(outcome, reason)
+        if not self.outputs:
+            self.floor.settled(self)
+        elif self.unsettled:
+            self.floor.lingers(self)
+
+    def upstream(self) -> tuple[Outcome, str]:
+        return self._upstream
+
+    # -- the runner's side
+
+    def send_to(self, outputs: tuple[Output, ...]) -> None:
+        """Set where the output goes; before the engine sees the turn."""
+        self.outputs = outputs
+        self.unsettled = len(outputs)
+        self.has_client = any(output.receiver == CLIENT for output in outputs)
+
+    @property
+    def awaits_forward(self) -> bool:
+        return any(output.held for output in self.outputs)
+
+    @property
+    def owes_end(self) -> bool:
+        """True while the server waits for the report of this turn's end."""
+        if self.life is Life.RUNNING:
+            return True
+        client = next((output for output in self.outputs if output.receiver == CLIENT), None)
+        return self.life is Life.FINISHED and client is not None and not client.is_settled
+
+    def arrived(self, item: Item, source: int) -> None:
+        """A unit of work from the worker `source`."""
+        if isinstance(item, Handed):
+            if item.payload is not None:
+                self._inbox.append((item, source))
+        else:
+            if item.body is not None:
+                self._inbox.append((item, source))
+            if source != SERVER:
+                producer = (source, item.sender)
+                if item.last:
+                    self._owed.pop(producer, None)  # it needs no credit any more
+                elif producer not in self._owed:
+                    self._owed[producer] = 0
+        if item.last:
+            self._inputs -= 1
+            if item.outcome is Outcome.INCOMPLETE and self._upstream[0] is Outcome.DONE:
+                self._upstream = (item.outcome, item.reason)
+
+    def awaits(self, worker: int) -> bool:
+        """True where that worker has begun to produce input and has not said last."""
+        return any(producer == worker for producer, _ in self._owed)
+
+    def sends_to(self, worker: int) -> bool:
+        """True where output is still to go there. A whole edge that waits may yet be sent to another worker."""
+        return any(
+            output.worker == worker and not (output.is_settled or output.is_local or output.held)
+            for output in self.outputs
+        )
+
+    def own(self, payload: Payload) -> Payload:
+        """The payload in memory that outlives the input it may be a view of."""
+        if self._borrowed is None or type(payload.body) is bytes:
+            return payload
+        return Payload(payload.kind, payload.meta, bytes(payload.body), payload.arrays)
+
+    def end(self, outcome: Outcome, reason: str) -> None:
+        """Report the end, in order behind everything the stage said."""
+        self.outbox.say(MEDIA if self.has_client else CONTROL, Ended(self.stage, self.stamp, outcome, reason))
+
+    def void(self) -> None:
+        """Nothing of the turn matters any more."""
+        self.life = Life.OVER
+        self._discard_input()
+        for output in self.outputs:
+            output.drop()
+
+    # -- inside
+
+    def _open(self, chunk: Chunk, source: int) -> Payload:
+        owed = self._owed.get((source, chunk.sender))
+        if owed is not None:
+            if chunk.owe:
+                self.outbox.say(source, Credit(chunk.sender, self.stage, self.stamp, owed + 1))
+                owed = -1
+            self._owed[source, chunk.sender] = owed + 1
+        body = chunk.body
+        if isinstance(body, Inline):
+            return unwrapped(body)
+        if body is None:
+            raise TypeError("a chunk without a body is never queued")
+        try:
+            payload = self.outbox.open(source, body)
+        except TicketInvalid as error:
+            raise TurnError(self, "peer_lost") from error
+        self._borrowed = (source, body)
+        return payload
+
+    def _let_go(self) -> None:
+        if self._borrowed is not None:
+            self.outbox.free(*self._borrowed)
+            self._borrowed = None
+
+    def _discard_input(self) -> None:
+        self._let_go()
+        while self._inbox:
+            item, source = self._inbox.popleft()
+            discard(item, source, self.outbox)
+        self._owed.clear()
+
+
+def discard(item: Item, source: int, outbox: Outbox) -> None:
+    """Drop a unit of work unseen: its ticket is freed and its producer gets the credit back."""
+    if isinstance(item, Handed):
+        if item.payload is not None:
+            item.output.give(1)
+        return
+    if isinstance(item.body, Ticket):
+        outbox.free(source, item.body)
+    if item.body is not None and source != SERVER and not item.last:
+        outbox.say(source, Credit(item.sender, item.receiver, item.stamp, 1))

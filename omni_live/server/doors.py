@@ -1,0 +1,26 @@
+"""Which door answers where."""
+
+from collections.abc import Mapping
+
+from omni_live.config.deploy import Door
+from omni_live.config.plan import Plan
+from omni_live.pipelines.spec import SessionKind
+from omni_live.protocols.duplex.asgi import DuplexDoor
+from omni_live.server.auth import App
+from omni_live.server.desk import FrontDesk
+from omni_live.server.metrics import Metrics
+
+
+def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[str, App]:
+    """Path -> door, for the doors that the plan opens and that have a pipeline behind them."""
+    doors: dict[str, App] = {}
+    conversing = models(plan, SessionKind.CONVERSATION)
+    if Door.DUPLEX in plan.server.doors and conversing:
+        doors["/v1/duplex"] = DuplexDoor(desk, plan.limits, conversing, metrics)
+    return doors
+
+
+def models(plan: Plan, kind: SessionKind | None = None) -> tuple[str, ...]:
+    """Every name a client may call a pipeline by: its own first, then the model types it runs."""
+    specs = [spec for spec in plan.pipelines if kind is None or spec.kind is kind]
+    return (*(spec.name for spec in specs), *(name for spec in specs for name in spec.model_types))

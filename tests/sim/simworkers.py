@@ -1,0 +1,423 @@
+"""Simulated workers: the rules of the worker side (fences, credits, early chunks, one end for each turn) on a
+virtual clock, with faults. What an engine computes is a `Make`: a unit of input in, units of output back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from omni_live.config.plan import WorkerPlan
+from omni_live.runtime.ports import CLIENT, Route, WorkerId
+from omni_live.sessions.inputs import Outcome
+from omni_live.sessions.payload import Payload, Scalar
+from omni_live.sessions.stamp import SessionKey, Stamp
+
+if TYPE_CHECKING:
+    from simworld import World
+
+US = 1_000
+MS = 1_000_000
+
+Key = tuple[int, ...]
+"""A stamp's slot, generation, epoch and turn."""
+
+
+class BrokenError(Exception):
+    """An engine cannot make anything of its input."""
+
+
+@dataclass
+class Host:
+    """What a simulated engine knows of a session and may report about it."""
+
+    session: SessionKey
+    params: Mapping[str, Scalar]
+    find: Callable[[Payload], None]
+    memory: dict[str, object] = field(default_factory=dict)
+    """What the stage keeps for the session; gone with the replica."""
+
+
+class Make:
+    """A stage's engine. As it is, it hands everything on."""
+
+    compute_ns = (100 * US, 4 * MS)
+
+    def turn(self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload) -> Iterable[Payload]:
+        """Output for one unit of a turn's input. Raises BrokenError."""
+        del host, stamp, params
+        return (payload,)
+
+    def listen(self, host: Host, payload: Payload) -> None:
+        """A session-addressed payload."""
+
+
+class Unit(NamedTuple):
+    """What travels along an edge: a payload, or the word that there is no more, or both."""
+
+    payload: Payload | None
+    last: bool = False
+    sender: tuple[WorkerId, str] | None = None
+    """Who gets the credit; None for the server."""
+    incomplete: str | None = None
+    """Why a producer's output is incomplete."""
+
+
+@dataclass
+class SimTurn:
+    """A turn as a stage has it."""
+
+    stamp: Stamp
+    params: Mapping[str, Scalar]
+    routes: tuple[Route, ...]
+    inputs: int
+    inbox: deque[Unit] = field(default_factory=deque)
+    made: deque[Payload] = field(default_factory=deque)
+    """Output that is not sent yet."""
+    credits: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, list[Payload]] = field(default_factory=dict)
+    """By receiver: output of a whole edge."""
+    seq: int = 0
+    incomplete: str | None = None
+
+    @property
+    def final(self) -> bool:
+        return any(route.receiver == CLIENT for route in self.routes)
+
+    @property
+    def can_send(self) -> bool:
+        return bool(self.made) and all(route.whole or self.credits[route.receiver] > 0 for route in self.routes)
+
+    @property
+    def can_make(self) -> bool:
+        return not self.made and bool(self.inbox)
+
+    @property
+    def spent(self) -> bool:
+        return not self.made and not self.inbox and self.inputs <= 0
+
+
+class SimStage:
+    """One stage in a worker."""
+
+    def __init__(self, name: str, make: Make) -> None:
+        self.name = name
+        self.make = make
+        self.hosts: dict[SessionKey, Host] = {}
+        self.heard: deque[tuple[SessionKey, Payload]] = deque()
+        self.turns: dict[Key, SimTurn] = {}
+        self.finished: dict[Key, SimTurn] = {}
+        """Turns that keep output for whole edges."""
+        self.over: set[Key] = set()
+        self.early: dict[Key, list[Unit]] = {}
+
+
+class SimWorker:
+    """A worker process; see ports.WorkerPort."""
+
+    def __init__(self, world: World, worker: WorkerId, plan: WorkerPlan) -> None:
+        self.world = world
+        self.worker = worker
+        self.plan = plan
+        self.alive = True
+        self.busy = True
+        """Loading or stalled: what arrives waits."""
+        self.stages = {stage.name: SimStage(stage.name, world.make[stage.name]) for stage in plan.stages}
+        self._calls, self._urgent, self._control, self._media = (world.lane() for _ in range(4))
+        self._peers = {}  # type: ignore[var-annotated]  # by worker: the lane to it
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stepping = False
+        world.after(MS, 300 * MS, self._loaded)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def lag(self, slowness: float) -> None:
+        """Everything to and from the worker takes so much longer."""
+        for lane in (self._calls, self._urgent, self._control, self._media, *self._peers.values()):
+            lane.slowness = slowness
+
+    def repeat(self, chance: float) -> None:
+        """Reports come twice now and then."""
+        self._control.repeats = self._media.repeats = chance
+
+    def stall(self, most_ns: int) -> None:
+        """The runner steps nothing and answers nothing for a while."""
+        self.busy = True
+        self.world.after(0, most_ns, self._unbusy)
+
+    def die(self, reason: str = "crashed") -> None:
+        """The process is gone; what it had sent is still under way, and its exit is noticed some time later."""
+        if self.alive:
+            self.alive = False
+            self.world.after(50 * US, 20 * MS, lambda: self.world.it.exited(self.worker, reason))
+
+    def _loaded(self) -> None:
+        if self.alive:
+            self._control.send(lambda: self.world.it.ready(self.worker))
+        self._unbusy()
+
+    def _unbusy(self) -> None:
+        self.busy = False
+        self._wake()
+
+    # -- ports.WorkerPort --------------------------------------------------------------------------------------------
+
+    def open_session(self, stage: str, session: SessionKey, params: Mapping[str, Scalar]) -> None:
+        self._calls.send(lambda: self._arrive(lambda: self._open_session(self.stages[stage], session, params)))
+
+    def close_session(self, stage: str, session: SessionKey) -> None:
+        self._calls.send(lambda: self._arrive(lambda: self._close_session(self.stages[stage], session)))
+
+    def open_turn(
+        self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
+    ) -> None:
+        turn = SimTurn(stamp, params, routes, inputs)
+        turn.credits = {route.receiver: route.credits for route in routes}
+        self._calls.send(lambda: self._arrive(lambda: self._open_turn(self.stages[stage], turn)))
+
+    def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
+        self._calls.send(lambda: self._arrive(lambda: self._forward(self.stages[stage], stamp, route)))
+
+    def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
+        unit = Unit(payload, last)
+        self._calls.send(lambda: self._arrive(lambda: self._deliver(self.stages[stage], stamp, unit)))
+
+    def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
+        self._calls.send(lambda: self._arrive(lambda: self.stages[stage].heard.append((session, payload))))
+
+    def abort(self, stage: str, stamp: Stamp) -> None:
+        self._urgent.send(lambda: self._arrive(lambda: self._abort(self.stages[stage], stamp)))
+
+    def credit(self, stage: str, stamp: Stamp, units: int) -> None:
+        self._urgent.send(lambda: self._arrive(lambda: self._credit(stage, stamp, CLIENT, units)))
+
+    def fork(self, stage: str, session: SessionKey, into: SessionKey) -> None:
+        raise NotImplementedError
+
+    def snapshot(self, stage: str, session: SessionKey, ticket: int) -> None:
+        raise NotImplementedError
+
+    def restore(self, stage: str, session: SessionKey, payload: Payload) -> None:
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        self.die("killed")
+
+    # -- the runner --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, act: Callable[[], None]) -> None:
+        if self.alive:
+            self._inbox.append(act)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self.alive or self.busy:
+            return
+        while self._inbox:
+            self._inbox.popleft()()
+        if not self._stepping and self._has_work():
+            self._stepping = True
+            low, high = self.world.random.choice(list(self.stages.values())).make.compute_ns
+            self.world.after(low, high, self._stepped)
+
+    def _has_work(self) -> bool:
+        return any(
+            stage.heard
+            or any(
+                not self.world.admits(turn.stamp) or turn.can_send or turn.can_make or turn.spent
+                for turn in stage.turns.values()
+            )
+            for stage in self.stages.values()
+        )
+
+    def _stepped(self) -> None:
+        self._stepping = False
+        if not self.alive or self.busy:
+            return
+        for stage in self.stages.values():
+            self._drop_stale(stage)
+            if stage.heard:
+                self._listen(stage, *stage.heard.popleft())
+            due = sorted(stage.turns.values(), key=lambda turn: turn.stamp.deadline_ns)
+            for turn in due:
+                if turn.can_send:
+                    self._send(stage, turn)
+                    break
+                if turn.can_make:
+                    self._make(stage, turn)
+                    break
+            for turn in tuple(stage.turns.values()):
+                if turn.spent:
+                    self._finish(stage, turn)
+        self._wake()
+
+    def _drop_stale(self, stage: SimStage) -> None:
+        for turn in (*stage.turns.values(), *stage.finished.values()):
+            if not self.world.admits(turn.stamp):
+                self._drop(stage, turn.stamp[:4], Outcome.INCOMPLETE, "stale")
+        for key, units in tuple(stage.early.items()):
+            if not self.world.admits(Stamp(*key)):
+                del stage.early[key]
+                for unit in units:
+                    self._give_back(stage, Stamp(*key), unit)
+
+    def _listen(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
+        host = stage.hosts.get(session)
+        if host is None:
+            self.world.count("sim_feeds_unknown")
+        else:
+            stage.make.listen(host, payload)
+
+    def _make(self, stage: SimStage, turn: SimTurn) -> None:
+        unit = turn.inbox.popleft()
+        self._give_back(stage, turn.stamp, unit)
+        if unit.payload is None:
+            return
+        try:
+            turn.made.extend(stage.make.turn(stage.hosts[turn.stamp.session], turn.stamp, turn.params, unit.payload))
+        except BrokenError:
+            self._drop(stage, turn.stamp[:4], Outcome.FAILED, "stage_error")
+
+    def _send(self, stage: SimStage, turn: SimTurn) -> None:
+        payload = turn.made.popleft()
+        stamp = turn.stamp._replace(seq=turn.seq)
+        turn.seq += 1
+        for route in turn.routes:
+            if route.whole:
+                turn.kept.setdefault(route.receiver, []).append(payload)
+                continue
+            turn.credits[route.receiver] -= 1
+            if route.receiver == CLIENT:
+                self._media.send(lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload))
+            else:
+                self._hand(stage, turn.stamp, route, Unit(payload, sender=(self.worker, stage.name)))
+
+    def _finish(self, stage: SimStage, turn: SimTurn) -> None:
+        key = turn.stamp[:4]
+        del stage.turns[key]
+        stage.over.add(key)
+        for route in turn.routes:
+            if route.receiver != CLIENT and not route.whole:
+                self._hand(stage, turn.stamp, route, Unit(None, True, None, turn.incomplete))
+        if any(route.whole for route in turn.routes):
+            stage.finished[key] = turn
+        outcome = Outcome.DONE if turn.incomplete is None else Outcome.INCOMPLETE
+        self._end(stage, turn, outcome, turn.incomplete or "")
+
+    def _drop(self, stage: SimStage, key: Key, outcome: Outcome, reason: str) -> None:
+        stage.over.add(key)
+        stage.finished.pop(key, None)
+        turn = stage.turns.pop(key, None)
+        if turn is not None:
+            for unit in turn.inbox:
+                self._give_back(stage, turn.stamp, unit)
+            self._end(stage, turn, outcome, reason)
+
+    def _end(self, stage: SimStage, turn: SimTurn, outcome: Outcome, reason: str) -> None:
+        lane = self._media if turn.final else self._control
+        lane.send(lambda: self.world.it.ended(self.worker, stage.name, turn.stamp, outcome, reason))
+
+    # -- between workers ---------------------------------------------------------------------------------------------
+
+    def _hand(self, stage: SimStage, stamp: Stamp, route: Route, unit: Unit) -> None:
+        peer = self.world.workers[route.worker]
+        self._to(peer, lambda: peer.deliver(route.receiver, stamp, unit))
+
+    def _to(self, peer: SimWorker, arrive: Callable[[], None]) -> None:
+        if peer is self:
+            arrive()
+            return
+        if peer.worker not in self._peers:
+            self._peers[peer.worker] = self.world.lane()
+        self._peers[peer.worker].send(arrive)
+
+    def deliver(self, stage: str, stamp: Stamp, unit: Unit) -> None:
+        """A unit from another stage."""
+        self._arrive(lambda: self._deliver(self.stages[stage], stamp, unit))
+
+    def credit_from(self, stage: str, stamp: Stamp, receiver: str) -> None:
+        """A receiver took a unit."""
+        self._arrive(lambda: self._credit(stage, stamp, receiver, 1))
+
+    def _give_back(self, stage: SimStage, stamp: Stamp, unit: Unit) -> None:
+        if unit.payload is not None and unit.sender is not None:
+            worker, producer = unit.sender
+            peer = self.world.workers[worker]
+            self._to(peer, lambda: peer.credit_from(producer, stamp, stage.name))
+
+    def _deliver(self, stage: SimStage, stamp: Stamp, unit: Unit) -> None:
+        key = stamp[:4]
+        turn = stage.turns.get(key)
+        if not self.world.admits(stamp) or key in stage.over:
+            self._give_back(stage, stamp, unit)
+        elif turn is None:
+            stage.early.setdefault(key, []).append(unit)
+        else:
+            self._take(turn, unit)
+
+    def _take(self, turn: SimTurn, unit: Unit) -> None:
+        if unit.payload is not None:
+            turn.inbox.append(unit)
+        if unit.last:
+            turn.inputs -= 1
+            turn.incomplete = turn.incomplete or unit.incomplete
+
+    # -- calls of the port -------------------------------------------------------------------------------------------
+
+    def _open_session(self, stage: SimStage, session: SessionKey, params: Mapping[str, Scalar]) -> None:
+        assert session not in stage.hosts, f"session {session} is opened twice on {stage.name}"
+
+        def find(payload: Payload) -> None:
+            self._media.send(lambda: self.world.it.found(self.worker, stage.name, session, payload))
+
+        stage.hosts[session] = Host(session, params, find)
+
+    def _close_session(self, stage: SimStage, session: SessionKey) -> None:
+        assert session in stage.hosts, f"session {session} is closed on {stage.name}, where it is not open"
+        del stage.hosts[session]
+        for turn in (*stage.turns.values(), *stage.finished.values()):
+            if turn.stamp.session == session:
+                self._drop(stage, turn.stamp[:4], Outcome.INCOMPLETE, "closed")
+        for key in tuple(stage.early):
+            if Stamp(*key).session == session:
+                del stage.early[key]
+
+    def _open_turn(self, stage: SimStage, turn: SimTurn) -> None:
+        key = turn.stamp[:4]
+        assert key not in stage.turns, f"turn {key} is opened twice on {stage.name}"
+        early = stage.early.pop(key, [])
+        if not self.world.admits(turn.stamp) or key in stage.over:
+            stage.over.add(key)
+            for unit in early:
+                self._give_back(stage, turn.stamp, unit)
+            self._end(stage, turn, Outcome.INCOMPLETE, "stale")
+            return
+        assert turn.stamp.session in stage.hosts, f"turn {key} is opened on {stage.name} without its session"
+        stage.turns[key] = turn
+        for unit in early:
+            self._take(turn, unit)
+
+    def _forward(self, stage: SimStage, stamp: Stamp, route: Route) -> None:
+        turn = stage.finished.get(stamp[:4])
+        if turn is None:
+            self.world.count("sim_forwards_stale")
+            return
+        kept = turn.kept.pop(route.receiver, [])
+        for payload in kept:
+            self._hand(stage, stamp, route, Unit(payload))
+        self._hand(stage, stamp, route, Unit(None, True, None, turn.incomplete))
+        if not turn.kept:
+            del stage.finished[stamp[:4]]
+
+    def _abort(self, stage: SimStage, stamp: Stamp) -> None:
+        self._drop(stage, stamp[:4], Outcome.INCOMPLETE, "aborted")
+
+    def _credit(self, stage: str, stamp: Stamp, receiver: str, units: int) -> None:
+        turn = self.stages[stage].turns.get(stamp[:4])
+        if turn is not None:
+            turn.credits[receiver] += units
