@@ -321,6 +321,11 @@ class Session:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await self._over.wait()
 
+    def abandon(self) -> None:
+        """Be done with the session without a word to the server, which gives it up when its grace is over."""
+        self._over.set()
+        self.drop_transport()
+
     def drop_transport(self) -> None:
         """Lose the socket without a word, as a network does. For tests and demonstrations."""
         if self._socket is not None:
@@ -641,8 +646,12 @@ async def connect(
     running = asyncio.create_task(session.run())
     try:
         yield session
-        await session.close()
+    except asyncio.CancelledError:
+        session.abandon()
+        raise
     finally:
+        await session.close()
+        session.abandon()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

@@ -91,7 +91,7 @@ def parse_interrupt(text: str) -> tuple[int, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk; returns the exit status: 0, or 1 with a sentence on standard error."""
+    """Talk; returns the exit status: 0, or 1 with a sentence on standard error. Ctrl-C cuts short what files say."""
     try:
         if args.list_devices:
             print(devices())
@@ -101,8 +101,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"omni-live talk: {error}", file=sys.stderr)
     except OSError as error:
         print(f"omni-live talk: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("omni-live talk: interrupted", file=sys.stderr)
     return 1
 
 

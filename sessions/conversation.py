@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from omni_live.sessions.continuity import Continuity, Message
-from omni_live.sessions.effects import Count, Credit, Feed, Hold, Submit, Unhold
+from omni_live.sessions.effects import Count, Credit, Feed, Hold, Restore, SnapshotReady, Submit, TakeSnapshot, Unhold
 from omni_live.sessions.events import (
     AudioDelta,
     AudioDone,
@@ -58,6 +58,7 @@ from omni_live.sessions.floor import (
     Transcribed,
     Try,
 )
+from omni_live.sessions.history import History
 from omni_live.sessions.ids import Ids
 from omni_live.sessions.inputs import (
     AudioAppended,
@@ -72,10 +73,13 @@ from omni_live.sessions.inputs import (
     Outcome,
     PlaybackAcked,
     RespondAsked,
+    RestoreAsked,
     SettingsAsked,
+    SnapshotAsked,
     StageEnded,
     StageFound,
     StageLost,
+    StageSnapshotted,
     StageSpoke,
     TextAppended,
 )
@@ -207,6 +211,8 @@ class Conversation(Session):
         self._announced: dict[int, str] = {}
         """Item ids of announced utterances that are not committed."""
         self._awaited: list[Awaited] = []
+        self._snapshot: tuple[int, History] | None = None
+        """The one being taken: its ticket, and the history at the moment it was asked for."""
         self._fed = 0
         self._fed_at_commit = 0
         self._utterances = 0
@@ -215,6 +221,9 @@ class Conversation(Session):
             StageEnded: self._stage_ended,
             StageFound: self._stage_found,
             StageLost: self._stage_lost,
+            StageSnapshotted: self._stage_snapshotted,
+            SnapshotAsked: self._snapshot_asked,
+            RestoreAsked: self._restore_asked,
             AudioAppended: self._audio_appended,
             AudioCommitted: self._audio_committed,
             AudioCleared: self._audio_cleared,
@@ -323,6 +332,55 @@ class Conversation(Session):
     def _refuse(self, code: str, message: str, event_id: str | None, param: str | None = None) -> None:
         self._effects.append(Count(f"refused_{code}"))
         self._emit(ErrorTold(code, message, event_id, param))
+
+    # -- forks and snapshots -------------------------------------------------------------------------------------
+
+    def history(self) -> History:
+        """The conversation so far, without the turn that runs."""
+        return History(self.settings, tuple(self.items), self._turns, self._continuity.known)
+
+    def forked(self, session_id: str, slot: int, generation: int, ids: Ids, now: int) -> "Conversation":
+        """A second session that goes on from here; whoever opens it copies the stages' state along."""
+        twin = Conversation(session_id, slot, generation, self.limits, ids, now, self.settings, self.shape)
+        twin._take_on(self.history())
+        return twin
+
+    def _take_on(self, history: History) -> None:
+        self.settings = history.settings
+        self.items = list(history.items)
+        self._turns = history.turns
+        self._continuity.known = history.known
+
+    def _snapshot_asked(self, input: SnapshotAsked) -> None:
+        if self._snapshot is not None:
+            self._refuse("snapshot_in_progress", "A snapshot is being taken already.", None)
+            return
+        self._drop_try()
+        self._snapshot = (input.ticket, self.history())
+        self._effects.append(TakeSnapshot(self.shape.thinker, input.ticket))
+
+    def _stage_snapshotted(self, input: StageSnapshotted) -> None:
+        if self._snapshot is None or self._snapshot[0] != input.ticket:
+            self._effects.append(Count("stale_snapshot"))
+            return
+        ticket, history = self._snapshot
+        self._snapshot = None
+        self._effects.append(SnapshotReady(ticket, history, input.payload))
+
+    def _restore_asked(self, input: RestoreAsked) -> None:
+        self._drop_try()
+        if self._exchange is not None:
+            self._cut(self._exchange, "client_cancelled")
+        else:
+            self._raise_fence(CONVERSATION_LANE)
+        self._last = None
+        self._take_on(input.history)
+        if input.state is None:
+            self._continuity.lost()
+        else:
+            self._effects.append(Restore(self.shape.thinker, input.state))
+        self._audio_cleared(AudioCleared())
+        self._emit(SessionUpdated(self.settings))
 
     # -- the user's side -----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omni_live.sessions.events import Event
+from omni_live.sessions.history import History
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import Fence, Stamp
 
@@ -99,10 +100,52 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Ask a stage for what it keeps of the session; `StageSnapshotted` with the same ticket answers."""
+
+    stage: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Give a stage back what a snapshot kept; it may be another replica's."""
+
+    stage: str
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """The answer to `SnapshotAsked`, for whoever asked."""
+
+    ticket: int
+    history: History
+    state: Payload | None
+    """The thinker's state, None where it keeps none: the history alone is enough to go on, only slower."""
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The session is closed: free its slot, handles, tickets and subscriptions, exactly once. The last effect."""
 
     reason: str
 
 
-Effect = Submit | Feed | RaiseFence | Abort | Credit | Emit | Hold | Unhold | Replace | Wake | Count | Release
+Effect = (
+    Submit
+    | Feed
+    | RaiseFence
+    | Abort
+    | Credit
+    | Emit
+    | Hold
+    | Unhold
+    | Replace
+    | Wake
+    | Count
+    | TakeSnapshot
+    | Restore
+    | SnapshotReady
+    | Release
+)

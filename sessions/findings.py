@@ -39,7 +39,8 @@ class SpeechPaused:
 
     utterance: int
     end: int
-    """Sample just past the last voiced frame."""
+    """Sample where the speech ends: by its level to 8 ms, else just past the last voiced frame. May move by some
+    frames while the pause is young."""
     silence: int
     """Silent samples since `end`."""
 
@@ -62,7 +63,8 @@ class Heard:
     completeness: float
     """How finished the sentence seems, 0 (surely goes on) to 1 (surely complete)."""
     final: bool
-    """True for the transcript that answers a commit."""
+    """True for the transcript that answers a commit, and for the one of an utterance that reached its longest: the
+    listener closes that by itself."""
 
 
 Finding = SpeechBegan | SpeechWent | SpeechPaused | SpeechFaded | Heard

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from omni_live.sessions.history import History
 from omni_live.sessions.items import Item, Modality
 from omni_live.sessions.payload import NO_META, Payload, Scalar
 from omni_live.sessions.settings import Settings
@@ -54,6 +55,15 @@ class StageLost:
     """The replica that held this stage's state is gone; a later Submit or Feed reaches another one, with none."""
 
     stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageSnapshotted:
+    """What a stage keeps of the session, or None where it keeps nothing or is gone."""
+
+    stage: str
+    ticket: int
+    payload: Payload | None
 
 
 # -- from the client ---------------------------------------------------------------------------------------------
@@ -244,6 +254,21 @@ ClientInput = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotAsked:
+    """Answered by the effect `SnapshotReady` with this ticket, or by an error event where the moment is wrong."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAsked:
+    """Go back to (or on from) a snapshot: the fence moves, what runs is cut, the history is the snapshot's."""
+
+    history: History
+    state: Payload | None
+
+
 # -- from the clock ----------------------------------------------------------------------------------------------
 
 
@@ -260,5 +285,17 @@ class DrainAsked:
 
 
 Input = (
-    StageSpoke | StageEnded | StageFound | StageLost | Attached | Detached | Sequenced | ClientInput | Woke | DrainAsked
+    StageSpoke
+    | StageEnded
+    | StageFound
+    | StageLost
+    | StageSnapshotted
+    | SnapshotAsked
+    | RestoreAsked
+    | Attached
+    | Detached
+    | Sequenced
+    | ClientInput
+    | Woke
+    | DrainAsked
 )

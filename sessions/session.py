@@ -112,6 +112,14 @@ class Session:
             self._effects.append(Count("unsupported_input"))
             self._emit(ErrorTold("unsupported_input", "This model does not take such an input."))
 
+    def _take(self, input: Input) -> None:
+        rule = self._rules.get(type(input))
+        if rule is None:
+            self._effects.append(Count("unsupported_input"))
+            self._emit(ErrorTold("unsupported_input", "Sessions of this kind do not take this."))
+        else:
+            rule(input)
+
     @property
     def closed(self) -> bool:
         return self.state is SessionState.CLOSED

@@ -67,17 +67,17 @@ def _server(server: Server, asked: argparse.Namespace) -> Server:
         server,
         host=server.host if asked.host is None else asked.host,
         port=server.port if asked.port is None else asked.port,
-        api_keys={**server.api_keys, **_keys(asked.api_key, os.environ)},
+        api_keys={**server.api_keys, **key_names(asked.api_key, os.environ)},
     )
 
 
-def _keys(given: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+def key_names(given: list[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Name -> key; a key that is given without a name is called by its number."""
     keys: dict[str, str] = {}
     shown = [*given, *filter(None, [environment.get(KEY_VARIABLE)])]
     for number, text in enumerate(shown, start=1):
-        name, equals, key = text.partition("=")
-        if equals and name.isidentifier() and key:
+        name, _, key = text.partition("=")
+        if name.isidentifier() and key.strip("="):
             keys[name] = key
         else:
             keys[f"key{number}"] = text

@@ -20,7 +20,7 @@ _BAD = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 class Decoder(Protocol[M_co]):
-    def decode(self, buf: memoryview, /) -> M_co: ...
+    def decode(self, buf: bytes | memoryview, /) -> M_co: ...
 
 
 class Link(asyncio.Protocol, Generic[R]):

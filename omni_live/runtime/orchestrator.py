@@ -46,11 +46,24 @@ from omni_live.sessions.effects import (
     RaiseFence,
     Release,
     Replace,
+    Restore,
+    SnapshotReady,
     Submit,
+    TakeSnapshot,
     Unhold,
     Wake,
 )
-from omni_live.sessions.inputs import DrainAsked, Input, Outcome, StageEnded, StageFound, StageLost, StageSpoke, Woke
+from omni_live.sessions.inputs import (
+    DrainAsked,
+    Input,
+    Outcome,
+    StageEnded,
+    StageFound,
+    StageLost,
+    StageSnapshotted,
+    StageSpoke,
+    Woke,
+)
 from omni_live.sessions.payload import NO_META, Payload, Scalar
 from omni_live.sessions.stamp import LANES, Fence, SessionKey, Stamp, session_key
 
@@ -133,6 +146,8 @@ class _Bound:
     lossy: set[str] = field(default_factory=set)
     """Vacant stages of which input was dropped: what waits behind it is no longer worth running."""
     patience: Timer | None = None
+    snapshots: dict[str, int] = field(default_factory=dict)
+    """Stage -> ticket of the snapshot it was asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +247,24 @@ class Orchestrator:
         for stage in wanted:
             self._seat(bound, stage)
 
+    def fork(self, parent: SessionCore, child: SessionCore, mailbox: Mailbox) -> None:
+        """Bind `child` to the replicas of `parent` and copy there what each stage keeps of it.
+
+        Raises UnavailableError where `parent` is not open; the child's slot is still the caller's then.
+        """
+        origin = self._bound.get(session_key(parent.slot, parent.generation))
+        if origin is None:
+            raise UnavailableError("", 0.0)
+        key = session_key(child.slot, child.generation)
+        bound = self._bound[key] = _Bound(child, key, origin.line, mailbox, origin.params)
+        for lane in range(LANES):
+            self._fences.write(Fence(child.slot * LANES + lane, child.generation))
+        self._trace.note("fork", key, origin.key)
+        for stage, replica in origin.seats.items():
+            bound.seats[stage] = replica
+            replica.sessions.add(key)
+            replica.port.fork(stage, origin.key, key)
+
     def tell(self, session: SessionCore, told: Input) -> None:
         """Give the session an input and perform what it wants done; dropped and counted where it is closed."""
         self._run(partial(self._tell, session_key(session.slot, session.generation), told))
@@ -266,7 +299,7 @@ class Orchestrator:
     def snapshotted(
         self, worker: WorkerId, stage: str, session: SessionKey, ticket: int, payload: Payload | None
     ) -> None:
-        self._stale("snapshot", session, (worker, stage, ticket, payload is None))
+        self._run(partial(self._snapshotted, worker, stage, session, ticket, payload))
 
     def exited(self, worker: WorkerId, reason: str) -> None:
         self._run(partial(self._lost, worker, reason))
@@ -305,7 +338,7 @@ class Orchestrator:
         for effect in effects:
             self._trace.note("does", bound.key, effect)
             match effect:
-                case Emit() | Hold() | Unhold() | Replace():
+                case Emit() | Hold() | Unhold() | Replace() | SnapshotReady():
                     post.append(effect)
                 case Credit():
                     self._credit(effect)
@@ -321,7 +354,9 @@ class Orchestrator:
         if post:
             bound.mailbox.take(post)
 
-    def _act(self, bound: _Bound, effect: Submit | Feed | RaiseFence | Abort | Release) -> None:
+    def _act(
+        self, bound: _Bound, effect: Submit | Feed | RaiseFence | Abort | TakeSnapshot | Restore | Release
+    ) -> None:
         match effect:
             case Feed():
                 self._feed(bound, effect)
@@ -331,12 +366,28 @@ class Orchestrator:
                 self._raise(bound, effect.fence)
             case Abort():
                 self._abort_stamped(bound, effect.stamp)
+            case TakeSnapshot():
+                self._take_snapshot(bound, effect)
+            case Restore():
+                replica = self._seat(bound, effect.stage)
+                if replica is None:  # the history goes on without it
+                    self._tell(bound.key, StageLost(effect.stage))
+                else:
+                    replica.port.restore(effect.stage, bound.key, effect.payload)
             case Release():
                 self._close(bound.key, effect.reason)
             case _:
                 assert_never(effect)
 
     # -- effects -----------------------------------------------------------------------------------------------------
+
+    def _take_snapshot(self, bound: _Bound, effect: TakeSnapshot) -> None:
+        replica = bound.seats.get(effect.stage)
+        if replica is None:
+            self._tell(bound.key, StageSnapshotted(effect.stage, effect.ticket, None))
+        else:
+            bound.snapshots[effect.stage] = effect.ticket
+            replica.port.snapshot(effect.stage, bound.key, effect.ticket)
 
     def _feed(self, bound: _Bound, feed: Feed) -> None:
         replica = bound.seats.get(feed.stage)
@@ -529,6 +580,16 @@ class Orchestrator:
             return
         self._tell(session, StageFound(stage, payload))
 
+    def _snapshotted(
+        self, worker: WorkerId, stage: str, session: SessionKey, ticket: int, payload: Payload | None
+    ) -> None:
+        bound = self._bound.get(session)
+        if bound is None or bound.snapshots.get(stage) != ticket:
+            self._stale("snapshot", session, (worker, stage, ticket, payload is None))
+            return
+        del bound.snapshots[stage]
+        self._tell(session, StageSnapshotted(stage, ticket, payload))
+
     def _stale(self, what: str, session: SessionKey, detail: object) -> None:
         self._counters.count(f"stale_{what}s")
         self._trace.note(f"stale_{what}", session, detail)
@@ -564,11 +625,19 @@ class Orchestrator:
             turn.pending -= {stage for stage, part in turn.parts.items() if part.replica is replica}
             if turn.over and not turn.pending:
                 self._forget(turn)
+        unanswered = [
+            (key, stage, ticket)
+            for key in sorted(replica.sessions)
+            for stage, ticket in self._bound[key].snapshots.items()
+            if self._bound[key].seats.get(stage) is replica
+        ]
         # Everybody moves before anybody is told: what a session does about it finds its new replicas.
         moved = [(key, self._move(self._bound[key], replica)) for key in sorted(replica.sessions)]
         for key, stages in moved:
             for stage in stages:
                 self._tell(key, StageLost(stage))
+        for key, stage, ticket in unanswered:
+            self._snapshotted(worker, stage, key, ticket, None)
         for turn in hit:
             stage = next(stage for stage, part in turn.parts.items() if part.replica is replica)
             self._fail(turn, stage, "replica_lost")

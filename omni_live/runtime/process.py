@@ -68,6 +68,8 @@ from omni_live.sessions.stamp import SessionKey, Stamp
 log = logging.getLogger(__name__)
 
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+_GRACE_S: Final = 5.0
+"""A process whose lanes are gone is killed if it has not ended by then."""
 _LOOKS: Final = 3
 """The watchdog looks so often within `hang_s`."""
 
@@ -183,6 +185,8 @@ class Process:
         self._held = 0
         """Sessions and turns that are open there. While there are any, the worker is pinged."""
         self._watch: Timer | None = None
+        self._grace: Timer | None = None
+        self._is_gone = False
         self._pinged = 0
         self._ponged = 0
         self._pinged_at = 0.0
@@ -307,8 +311,10 @@ class Process:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-        if self._watch is not None:
-            self._watch.cancel()
+        self._is_gone = True
+        for timer in (self._watch, self._grace):
+            if timer is not None:
+                timer.cancel()
         self._control.close()
         self._media.close()
         for arena in self._arenas.values():
@@ -324,15 +330,21 @@ class Process:
             self._process.kill()
 
     def _lane_lost(self, lane: str, reason: str) -> None:
-        """The process has ended, or must."""
-        if reason != "closed":
+        """The process has ended, or must: it may take a moment to say with which status."""
+        if self._is_gone:
+            return
+        if reason in ("bad_frame", "overflow"):
             log.warning("event=lane_lost worker=%d lane=%s reason=%s", self.worker, lane, reason)
             self._kill(reason)
+        elif self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(_GRACE_S, self._kill, "lane_lost")
 
     # -- speaking
 
     def _call(self, lane: Link[FromWorker], message: Message) -> bool:
         """False where it cannot travel; it has taken no place in the order then."""
+        if self._is_gone:
+            return True
         try:
             lane.send(message)
         except WireError:
@@ -348,7 +360,7 @@ class Process:
             asyncio.get_running_loop().call_soon(call)
 
     def _body(self, stage: str, key: Key, payload: Payload) -> Body:
-        if payload.nbytes <= INLINE_BYTES:
+        if payload.nbytes <= INLINE_BYTES or self._is_gone:
             return inline(payload)
         segment = self._segments[stage]
         try:
@@ -450,6 +462,8 @@ class Process:
 
     def _hold(self, change: int) -> None:
         self._held += change
+        if self._is_gone:
+            return
         if self._held > 0 and self._watch is None:
             self._arm()
 

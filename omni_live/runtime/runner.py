@@ -181,7 +181,7 @@ class Runner:
         for seat in self._seats.values():
             seat.engine.shut()
 
-    def receive(self, source: int, message: Message) -> None:
+    def receive(self, source: int, message: Message | Call) -> None:
         """Take what the server or the worker `source` said. Raises what an engine raises that names no turn."""
         if isinstance(message, Chunk):
             self._deliver(message.receiver, message.stamp, message, source)
@@ -291,7 +291,7 @@ class Runner:
                 return
             message = following
 
-    def _overtaking(self, source: int, message: Message) -> None:
+    def _overtaking(self, source: int, message: Message | Call) -> None:
         match message:
             case Credit():
                 self._credit(message)

@@ -222,7 +222,9 @@ class StageTurn:
     """See engines.contract.Turn. Made by the runner; it reports exactly one end to the server."""
 
     __slots__ = (
+        "_batch",
         "_borrowed",
+        "_credit",
         "_inbox",
         "_inputs",
         "_owed",
@@ -272,6 +274,9 @@ class StageTurn:
         self._owed: dict[tuple[int, str], int] = {}
         """(worker, stage) of each remote producer under way, and the credit not given back to it yet."""
         self._borrowed: tuple[int, Ticket] | None = None
+        self._credit: Credit | None = None
+        """What was given back last, in the outbox's batch `_batch`."""
+        self._batch = -1
         self._upstream = (Outcome.DONE, "")
 
     # -- the engine's side
@@ -409,10 +414,11 @@ class StageTurn:
     def _open(self, chunk: Chunk, source: int) -> Payload:
         owed = self._owed.get((source, chunk.sender))
         if owed is not None:
+            owed += 1
             if chunk.owe:
-                self.outbox.say(source, Credit(chunk.sender, self.stage, self.stamp, owed + 1))
-                owed = -1
-            self._owed[source, chunk.sender] = owed + 1
+                self._give_back(source, chunk.sender, owed)
+                owed = 0
+            self._owed[source, chunk.sender] = owed
         body = chunk.body
         if isinstance(body, Inline):
             return unwrapped(body)
@@ -424,6 +430,15 @@ class StageTurn:
             raise TurnError(self, "peer_lost") from error
         self._borrowed = (source, body)
         return payload
+
+    def _give_back(self, source: int, sender: str, units: int) -> None:
+        credit = self._credit
+        if credit is not None and self._batch == self.outbox.batch and credit.sender == sender:
+            credit.units += units  # it has not left yet
+            return
+        self._credit = Credit(sender, self.stage, self.stamp, units)
+        self._batch = self.outbox.batch
+        self.outbox.say(source, self._credit)
 
     def _let_go(self) -> None:
         if self._borrowed is not None:

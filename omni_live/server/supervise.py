@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import uvicorn
@@ -24,6 +24,7 @@ from omni_live.server.desk import FrontDesk
 from omni_live.server.doors import models, websocket_doors
 from omni_live.server.metrics import Metrics
 from omni_live.server.uvicorn_protocols import WebSocket, http_with
+from omni_live.sessions.admission import NS_PER_S
 from omni_live.sessions.limits import Limits
 
 Say = Callable[[str], None]
@@ -53,6 +54,9 @@ class Stop:
         if self.asked.is_set():
             self.hurried.set()
         self.asked.set()
+
+    async def wait_hurried(self) -> None:
+        await self.hurried.wait()
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -126,16 +130,21 @@ async def serve(plan: Plan, say: Say, ready: Ready, stop: Stop | None = None) ->
     _check(plan)
     stop = stop or Stop()
     began = time.monotonic()
-    listening = listen(plan.server.host, plan.server.port, plan.limits)
+    limits, server = plan.limits, plan.server
     metrics = Metrics()
-    with stop.on_signals():
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(listen(server.host, server.port, limits))
+        aside = None
+        if server.metrics_port is not None:
+            aside = sockets.enter_context(listen(server.host, server.metrics_port, limits))
+        sockets.enter_context(stop.on_signals())
         async with running(plan, metrics) as runtime:
             desk = FrontDesk(plan, runtime.orchestrator, runtime.slots, runtime.clock, metrics)
             metrics.watch(desk)
-            ports = [Port(_app(plan, runtime.orchestrator, desk, metrics), listening, plan.limits)]
-            if plan.server.metrics_port is not None:
-                aside = listen(plan.server.host, plan.server.metrics_port, plan.limits)
-                ports.append(Port(_gate(plan, _http(plan, runtime.orchestrator, desk, metrics)), aside, plan.limits))
+            http = _http(plan, runtime.orchestrator, desk, metrics)
+            ports = [Port(_gate(plan, Doors(http, websocket_doors(plan, desk, metrics))), listening, limits)]
+            if aside is not None:
+                ports.append(Port(_gate(plan, Doors(http, {})), aside, limits))
             for port in ports:
                 await port.open()
             async with asyncio.TaskGroup() as group:
@@ -143,7 +152,7 @@ async def serve(plan: Plan, say: Say, ready: Ready, stop: Stop | None = None) ->
                 starting.add_done_callback(_telling(listening, began, say, ready))
                 await stop.asked.wait()
                 starting.cancel()
-            await _drain(desk, runtime, stop, plan.limits.drain_s)
+            await _drain(desk, runtime, stop, limits.drain_s)
             for port in ports:
                 await port.close()
             runtime.orchestrator.pools.stop()
@@ -155,10 +164,6 @@ def _check(plan: Plan) -> None:
             f"{plan.server.host} can be reached from other machines, and there is no API key: "
             "give one with --api-key, or listen on 127.0.0.1."
         )
-
-
-def _app(plan: Plan, orchestrator: Orchestrator, desk: FrontDesk, metrics: Metrics) -> App:
-    return _gate(plan, Doors(_http(plan, orchestrator, desk, metrics), websocket_doors(plan, desk, metrics)))
 
 
 def _gate(plan: Plan, app: App) -> Gate:
@@ -206,12 +211,11 @@ def _telling(listening: socket.socket, began: float, say: Say, ready: Ready) -> 
 
 
 async def _drain(desk: FrontDesk, runtime: Runtime, stop: Stop, drain_s: float) -> None:
-    desk.drain(runtime.clock.now() + round(drain_s * 1e9))
-    emptied = asyncio.ensure_future(desk.emptied())
-    hurried = asyncio.ensure_future(stop.hurried.wait())
-    try:
-        await asyncio.wait({emptied, hurried}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        emptied.cancel()
-        hurried.cancel()
+    """Let running turns finish, for `drain_s` or until somebody is in a hurry; then close what is left."""
+    desk.drain(runtime.clock.now() + round(drain_s * NS_PER_S))
+    async with asyncio.TaskGroup() as group:
+        ends = {group.create_task(desk.emptied()), group.create_task(stop.wait_hurried())}
+        await asyncio.wait(ends, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
     desk.close_all("drained")

@@ -8,6 +8,7 @@ import asyncio
 from asyncio.transports import BaseTransport
 from typing import Any, ClassVar, Final
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -78,6 +79,12 @@ class WebSocket(WebSocketsSansIOProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[TRANSPORT_KEY] = _Transport(self)
         await super().run_asgi()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # uvicorn would otherwise log each refused upgrade as an application that did not answer
+            self.handshake_complete = True
 
 
 class _Transport:

@@ -65,7 +65,8 @@ class Connection:
 
     async def reject(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         """Answer the upgrade request with an HTTP error in OpenAI's form."""
-        body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": code}}).encode()
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()))

@@ -1,7 +1,8 @@
 """A clock that tests move, and a duplex server that does what a test scripts.
 
 The scripted server is no model of the real one: it takes numbered input, keeps what it said for a resume, rotates
-tokens, and otherwise says what the test tells it to. It speaks over real sockets, in the codec that the client asks for.
+tokens, and otherwise says what the test tells it to. It speaks over real sockets, in the codec that the client asks
+for.
 """
 
 import asyncio
@@ -134,9 +135,9 @@ class ScriptedServer:
         if self.socket is not None:
             self.socket.transport.abort()
 
-    async def until(self, true: Callable[[], object]) -> None:
+    async def until(self, true: Callable[[], object], within_s: float = 20) -> None:
         """Waits for the server's state, not for time; the limit only ends a test that hangs."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(true)
 
     def sound_taken(self) -> bytes:
@@ -159,9 +160,7 @@ class ScriptedServer:
     def _encode(socket: ServerConnection, event: dict) -> str | bytes:
         if socket.subprotocol == SUBPROTOCOL:
             return msgpack.packb(event)
-        return json.dumps(
-            {key: base64.b64encode(value).decode() if isinstance(value, bytes) else value for key, value in event.items()}
-        )
+        return json.dumps(event, default=lambda value: base64.b64encode(value).decode())
 
     @staticmethod
     def _decode(frame: str | bytes) -> dict:

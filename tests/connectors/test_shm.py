@@ -104,10 +104,9 @@ def test_inproc_hands_on_the_very_payload() -> None:
 
 
 def test_a_full_arena_says_so_and_takes_more_after_a_release(arena: Arena) -> None:
-    tickets = []
+    tickets = [arena.put(KEY, _payload(bytes(5000))) for _ in range(CAPACITY // (64 + 5056))]
     with pytest.raises(ArenaFull):
-        while True:
-            tickets.append(arena.put(KEY, _payload(bytes(5000))))
+        arena.put(KEY, _payload(bytes(5000)))
     assert arena.stats().refused == 1
     arena.release(tickets[0])
     arena.put(KEY, _payload(bytes(5000)))
@@ -198,7 +197,7 @@ def test_live_payloads_never_overlap_and_all_space_comes_back(
     arena = Arena(tmp_path_factory.mktemp("arena") / "segment", 0, 4096)
     live: list[tuple[Ticket, bytes]] = []
     for step in range(data.draw(st.integers(1, 30))):
-        if live and data.draw(st.booleans()):
+        if live and bool(data.draw(st.booleans())):
             arena.release(live.pop(data.draw(st.integers(0, len(live) - 1)))[0])
             continue
         body = bytes([step]) * data.draw(st.integers(0, 1500))

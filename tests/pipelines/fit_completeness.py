@@ -237,7 +237,7 @@ def recorded(ears: Ears) -> Iterator[Case | None]:
 
 
 def fitted(x: F64, over: F64) -> F64:
-    """Weights and (last) bias of a logistic regression, lightly regularised on standardised columns, by Newton steps."""
+    """Weights and (last) bias of a logistic regression, lightly regularised, by Newton steps."""
     mean, spread = x.mean(axis=0), x.std(axis=0) + 1e-6
     z = np.column_stack([(x - mean) / spread, np.ones(len(x))])
     heft = np.where(over == 1, 1.2, 1.0)
@@ -257,7 +257,7 @@ def scored(x: F64, weights: F64) -> F64:
 
 
 def held_out(x: F64, over: F64, sentence: NDArray[np.int64]) -> tuple[F64, F64]:
-    """Scores by weights that have not seen the sentence, and the weights of all; recordings (below 0) are never seen."""
+    """Scores by weights that have not seen the sentence, and the weights of all. Recordings (below 0) are never seen."""
     scores, known = np.zeros(len(x)), sentence >= 0
     for fold in range(5):
         inside = known & (sentence % 5 == fold)

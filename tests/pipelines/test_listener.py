@@ -19,6 +19,7 @@ from omni_live.pipelines.voice.listener import (
     Settle,
     Transcribe,
     level_db,
+    quiet_behind,
 )
 from omni_live.sessions.findings import SpeechBegan, SpeechFaded, SpeechPaused, SpeechWent
 from omni_live.sessions.settings import TurnDetection
@@ -317,3 +318,48 @@ def test_levels_are_in_decibels_of_full_scale() -> None:
     assert level_db(LOUD) == pytest.approx(-6.02, abs=0.01)
     assert level_db(np.zeros(FRAME, np.int16)) == SILENCE_DB
     assert level_db(np.zeros(0, np.int16)) == SILENCE_DB
+
+
+# -- where the sound ends ------------------------------------------------------------------------------------------
+
+
+def spoken(sound: int, room: int, *, behind: float = 1.0) -> Pcm:
+    """Noise of -10 dB for `sound` samples, then `room` samples of `behind` (int16 units) times noise."""
+    noise = np.random.default_rng(1).standard_normal(sound + room)
+    noise[:sound] *= 10_000
+    noise[sound:] *= behind
+    return noise.clip(-32_768, 32_767).astype(np.int16)
+
+
+@pytest.mark.parametrize("behind", [0.0, 10.0, 100.0])
+@pytest.mark.parametrize("room", [1_100, 1_536, 3_000])
+def test_sound_is_found_to_end_where_it_ends_to_one_block(room: int, behind: float) -> None:
+    quiet = quiet_behind(spoken(10_000, room, behind=behind))
+    assert quiet is not None
+    assert room - 128 <= quiet <= room
+
+
+def test_no_end_of_sound_is_made_up_in_a_loud_room_or_in_silence() -> None:
+    assert quiet_behind(spoken(10_000, 2_000, behind=2_000.0)) is None
+    assert quiet_behind(np.zeros(4_096, np.int16)) is None
+
+
+def test_silence_is_counted_from_the_end_of_the_sound_not_of_the_detectors_frames() -> None:
+    listener = Listener(TurnDetection())
+    audio = spoken(10 * FRAME + 200, 8 * FRAME - 200)
+    reports: list[Report] = []
+    for index, frame in enumerate(listener.take(audio)):
+        reports += listener.hear(frame, 0.9 if index < 12 else 0.01)  # it notices more than a frame late
+    for paused in of(SpeechPaused, reports):
+        assert 10 * FRAME + 200 <= paused.end <= 10 * FRAME + 200 + 128
+        assert (paused.end + paused.silence) % FRAME == 0
+    (wanted,) = of(Transcribe, reports)
+    assert (wanted.end, wanted.speech_end) == (16 * FRAME, of(SpeechPaused, reports)[0].end)
+
+
+def test_sound_that_seems_to_end_long_before_the_detector_says_so_is_not_believed() -> None:
+    listener = Listener(TurnDetection())
+    reports: list[Report] = []
+    for index, frame in enumerate(listener.take(spoken(10 * FRAME, 14 * FRAME))):
+        reports += listener.hear(frame, 0.9 if index < 20 else 0.01)
+    assert of(SpeechPaused, reports)[0].end == 20 * FRAME - 1920

@@ -3,6 +3,7 @@
 import base64
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_live.protocols.duplex import Encoder
+from omni_live.protocols.duplex.client_events import READERS
 from omni_live.protocols.duplex.msgpack_codec import load_msgpack
 from omni_live.sessions import events as ev
 from omni_live.sessions.effects import Emit
@@ -201,3 +203,12 @@ def test_any_text_a_model_makes_can_be_sent(text: str) -> None:
     for binary in (False, True):
         (frame,) = attached(binary=binary).frames(Emit(ev.TextDelta("resp_1", "item_5", text), 1))
         assert frame if isinstance(frame, bytes) else frame.encode("utf-8")
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "duplex.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", sorted(ADDITIONS | set(READERS) | {"session.resume"}))
+def test_the_page_names_every_addition_and_every_event_a_client_may_send(kind: str) -> None:
+    stem, _, last = kind.rpartition(".")
+    assert f"`{kind}`" in PAGE or (f"`{stem}." in PAGE and f"`.{last}`" in PAGE)

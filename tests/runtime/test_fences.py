@@ -46,19 +46,20 @@ def test_another_process_sees_what_the_server_writes(table: FenceTable, path: Pa
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as reader:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
+        asks, answers = reader.stdin, reader.stdout
+        assert asks is not None
+        assert answers is not None
 
         def asked(epoch: int) -> str:
-            reader.stdin.write(f"{epoch}\n")
-            reader.stdin.flush()
-            return reader.stdout.readline().strip()
+            asks.write(f"{epoch}\n")
+            asks.flush()
+            return answers.readline().strip()
 
         table.write(Fence(2, 7, 1))
         assert asked(1) == "True"
         table.write(Fence(2, 7, 2))
         assert (asked(1), asked(2)) == ("False", "True")
-        reader.stdin.close()
+        asks.close()
 
 
 def test_a_closed_row_admits_nothing(table: FenceTable) -> None:

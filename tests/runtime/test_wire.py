@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from omni_live.connectors.contract import Ticket
 from omni_live.runtime import wire
-from omni_live.runtime.links import Link
+from omni_live.runtime.links import Decoder, Link
 from omni_live.runtime.wire import (
     FROM_PRODUCER,
     FROM_RECEIVER,
@@ -49,7 +49,9 @@ STAMP = Stamp(5, 2**32 - 1, 9, 2**40, 3, 7, 2**62)
 BODY = Inline("pcm", {"rate": 16000, "gain": 0.5, "name": "é", "on": True, "none": None}, b"\x00\xff", ())
 TICKET = Ticket(1, 64, 5000, 2**62, "x", {}, (ArraySpec("a", "<f4", (2, 3)),))
 
-SAMPLES: list[tuple[msgspec.msgpack.Decoder[object], Message]] = [
+AnyDecoder = Decoder[object]
+
+SAMPLES: list[tuple[AnyDecoder, Message]] = [
     (FROM_SERVER, Configure(1, "/dev/shm/x", [WireStage("a", "m:C", {"inline": True})], 1, 2, "omni:a")),
     (FROM_SERVER, OpenTurn(1, "a", STAMP, {"seed": 3}, [WireRoute("b", 2, 8, True)], 2)),
     (FROM_SERVER, FeedTurn(2, "a", STAMP, TICKET, True)),
@@ -73,14 +75,14 @@ def _ids(sample: object) -> str:
 
 
 @pytest.mark.parametrize(("decoder", "message"), SAMPLES, ids=_ids)
-def test_a_message_arrives_as_it_was_sent(decoder: msgspec.msgpack.Decoder[object], message: Message) -> None:
+def test_a_message_arrives_as_it_was_sent(decoder: AnyDecoder, message: Message) -> None:
     data = frame(message)
     assert int.from_bytes(data[:LENGTH_BYTES], "little") == len(data) - LENGTH_BYTES
     assert decoder.decode(data[LENGTH_BYTES:]) == message
 
 
 @pytest.mark.parametrize("decoder", [FROM_SERVER, FROM_PRODUCER, FROM_RECEIVER], ids=["server", "producer", "receiver"])
-def test_a_peer_can_say_only_what_is_its_to_say(decoder: msgspec.msgpack.Decoder[object]) -> None:
+def test_a_peer_can_say_only_what_is_its_to_say(decoder: AnyDecoder) -> None:
     with pytest.raises(msgspec.ValidationError):
         decoder.decode(frame(Ended("a", STAMP, Outcome.DONE, ""))[LENGTH_BYTES:])
 
@@ -177,7 +179,12 @@ async def far() -> AsyncIterator[FarMaker]:
 async def test_frames_that_arrive_in_pieces_are_put_together(far: FarMaker) -> None:
     end = far()
     await end.connect()
-    sent = [Pong(1), Ended("a", STAMP, Outcome.DONE, ""), Spoke("a", STAMP, Inline("x", {}, bytes(5000), ())), Pong(2)]
+    sent: list[FromWorker] = [
+        Pong(1),
+        Ended("a", STAMP, Outcome.DONE, ""),
+        Spoke("a", STAMP, Inline("x", {}, bytes(5000), ())),
+        Pong(2),
+    ]
     data = b"".join(frame(message) for message in sent)
     for piece in (data[:1], data[1:3], data[3:200], data[200:4000], data[4000:]):
         await end.say(piece)

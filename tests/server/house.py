@@ -1,4 +1,4 @@
-"""A server without workers: a real orchestrator over ports that do nothing, a real desk, and where wanted a real port."""
+"""A server without workers: a real orchestrator over ports that do nothing, a real desk, a real port if wanted."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping

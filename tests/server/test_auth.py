@@ -45,12 +45,11 @@ async def ask(
         sent.append(message)
 
     gate = Gate(behind, Keys(keys or {}), hosts, origins)
+    shown = {"Host": "localhost", **headers}
     scope = {
         "type": "websocket" if websocket else "http",
         "path": path,
-        "headers": [
-            (name.lower().encode(), value.encode()) for name, value in {"Host": "localhost", **headers}.items()
-        ],
+        "headers": [(name.lower().encode(), value.encode()) for name, value in shown.items()],
         "subprotocols": list(offered),
     }
     await gate(scope, receive, send)

@@ -9,7 +9,7 @@ from omni_live.protocols.desk import Refused, ResumeRefused
 from omni_live.server.desk import SessionLine, random_id
 from omni_live.sessions.effects import Emit, RaiseFence, Release, Replace
 from omni_live.sessions.events import SessionCreated, SessionReplaced, SessionResumed
-from omni_live.sessions.inputs import BargeInAsked, CloseAsked, Detached, Heartbeat, TextAppended
+from omni_live.sessions.inputs import AudioAppended, BargeInAsked, CloseAsked, Detached, Heartbeat, TextAppended
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.settings import Settings
 
@@ -252,7 +252,7 @@ async def test_g6_isolation_a_bug_in_one_session_closes_that_session_only(caplog
     house, box, other = House(), Box(), Box()
     line = await opened(house, box)
     neighbour = await opened(house, other)
-    line.tell(object())  # type: ignore[arg-type]
+    line.tell(AudioAppended(None))  # type: ignore[arg-type]  # stands for a bug
     assert box.effects[-1] == Release("internal_error")
     assert "session_failed" in caplog.text
     neighbour.tell(Heartbeat())

@@ -13,7 +13,7 @@ from session_driver import Drive, Start
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts conversations; at the end of the test each of them must have kept the laws of order (PROTOCOLS R, G1, G3)."""
+    """Starts conversations, each of which must have kept the laws of order by the end of the test (R, G1, G3)."""
     drives: list[Drive] = []
 
     def make(**options: object) -> Drive:

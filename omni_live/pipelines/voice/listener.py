@@ -6,6 +6,8 @@ plays no part. The rules:
 - A frame at or above the threshold starts an utterance; while one is open a frame counts as voiced down to
   `_HYSTERESIS` below the threshold, until it has paused, and from then on at the threshold again.
 - Fewer than `_DIP_FRAMES` silent frames in a row are a dip inside a word and not found at all.
+- The detector notices the end of speech 30 to 110 ms late, and now and then early. The end that is told is where the
+  sound itself ends, see `quiet_behind`; silence is counted from there.
 - A transcript is wanted once per pause, at the speculative silence, and at a commit which that one does not cover.
 - An utterance of less speech than the minimum fades at the speculative silence, any other when nobody commits it.
 - The audio of an utterance is bounded. At the bound the listener commits by itself, the transcript being final.
@@ -31,6 +33,12 @@ _HYSTERESIS: Final = 0.15
 _LEAST: Final = 0.05
 """What the detector says of plain silence stays below; no threshold may call that speech for good."""
 _DIP_FRAMES: Final = 3
+_SETTLED_FRAMES: Final = 6
+"""Silent frames after which a soft last sound has come out if there was one."""
+_RECENT_FRAMES: Final = 40
+_LATEST: Final = 1920
+"""Samples by which the detector notices the end late at most; what looks like more is soft speech in a loud room."""
+_BLOCK: Final = 128
 _SAMPLES_PER_MS: Final = RATE_HZ // 1000
 
 Pcm = NDArray[np.int16]
@@ -44,7 +52,7 @@ class Transcribe:
     start: int
     end: int
     speech_end: int
-    """Sample just past the last voiced frame (`end` where turn detection is off)."""
+    """Sample where the speech ends (`end` where turn detection is off)."""
     pcm: Pcm
     """int16[end - start], the caller's to keep."""
     final: bool
@@ -136,7 +144,7 @@ class _Utterance:
     first: int
     """Start of the first voiced frame."""
     speech_end: int
-    """Just past the last voiced frame."""
+    """Where the sound of the last voiced frames ends; just past them while no pause is told."""
     frames: list[Pcm]
     """The audio from `start` on."""
     length: int
@@ -265,7 +273,9 @@ class Listener:
         utterance.silent_frames += 1
         if utterance.silent_frames < _DIP_FRAMES:
             return []
-        silence = utterance.silent_frames * FRAME
+        if utterance.silent_frames <= _SETTLED_FRAMES and utterance.covered_to < utterance.speech_end:
+            utterance.speech_end = self._sound_end(utterance)
+        silence = self._at - utterance.speech_end
         reports: list[Report] = [SpeechPaused(utterance.number, utterance.speech_end, silence)]
         speculates = detection.speculative_ms > 0
         due = _samples(detection.speculative_ms if speculates else detection.min_silence_ms)
@@ -276,6 +286,11 @@ class Listener:
         if speculates and silence >= due and utterance.covered_to < utterance.speech_end:
             reports.append(self._wanted(utterance, final=False))
         return reports
+
+    def _sound_end(self, utterance: _Utterance) -> int:
+        silence = utterance.silent_frames * FRAME
+        quiet = quiet_behind(np.concatenate(utterance.frames[-_RECENT_FRAMES:]))
+        return self._at - (silence if quiet is None else min(quiet, silence + _LATEST))
 
     def _fade(self, utterance: _Utterance) -> SpeechFaded:
         self._utterance = None
@@ -319,6 +334,21 @@ class Listener:
     def _room(self) -> int:
         detection = self._detection
         return _samples(self._bounds.utterance_ms if detection is None else detection.prefix_padding_ms)
+
+
+def quiet_behind(pcm: Pcm) -> int | None:
+    """How many samples at the end of `pcm` (int16[n], speech and then at least 64 ms without) lie behind its sound.
+
+    Counted in blocks of 8 ms, by level: sound is what stands 7 dB above the last 64 ms and at most 38 dB below the
+    loudest block. None where speech and background are too close to tell.
+    """
+    blocks = pcm[len(pcm) % _BLOCK :].reshape(-1, _BLOCK)
+    power = np.square(blocks, dtype=np.float64).mean(axis=1)
+    loudest, background = float(power.max()), float(power[-8:].mean())
+    if loudest < 100 * background or loudest == 0.0:
+        return None
+    sounding = np.flatnonzero(power > max(background * 10**0.7, loudest * 10**-3.8))
+    return (len(power) - 1 - int(sounding[-1])) * _BLOCK
 
 
 def level_db(pcm: Pcm) -> float:
