@@ -64,6 +64,8 @@ PING_S = 10.0
 PING_TIMEOUT_S = 20.0
 """A peer silent for so long is gone. A false alarm costs a resume and nothing else."""
 TRY_AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRY_AGAIN_CODES = frozenset({"overloaded", "draining", "replica_unavailable", "open_timeout"})
+"""Answers to a resume after which another one may succeed; any other error ends the session."""
 
 _GONE = (ConnectionClosed, OSError, TimeoutError)
 
@@ -566,6 +568,8 @@ class Session:
             resumed = await _first_frame(socket, "session.resumed")
         except Refused as error:
             socket.transport.abort()
+            if error.code in TRY_AGAIN_CODES:
+                return None
             raise ResumeRefused(error.code, str(error)) from error
         except _GONE:
             socket.transport.abort()

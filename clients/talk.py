@@ -167,8 +167,7 @@ async def _talk_live(args: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _session(args, _options(args, microphone.rate_hz, loudspeaker.rate_hz)) as session:
         with SoundCard(microphone, loudspeaker, player, guard.played if guard else None) as card:
-            if not args.json:
-                print("Talk. Ctrl-C ends the conversation.", flush=True)
+            print("Talk. Ctrl-C ends the conversation.", file=sys.stderr, flush=True)
             hear = guard.heard if guard else None
             await live(session, card.blocks(), player, stop=stop, hear=hear, on_turn=_printer(args.json))
     if args.out is not None:
@@ -237,15 +236,16 @@ class _Ear:
             self._loud_ns = self._clock.now_ns()
 
     def take(self, event: Event) -> None:
-        turn = self.conversation.turn
-        if isinstance(event, SpeechStarted) and (turn is None or turn.replies):
-            turn = self.conversation.begin("microphone", event.at_ns)
+        last = self.conversation.turn
+        if isinstance(event, SpeechStarted) and (last is None or last.replies):
+            self.conversation.begin("microphone", event.at_ns)
         self.conversation.take(event)
         match event:
-            case Committed() if turn is not None:
+            case Committed() if (turn := self.conversation.turn_of(event.item_id)) is not None:
                 turn.speech_end_ns = self._loud_ns
-            case ReplyEnded() if turn is not None and self._on_turn is not None:
-                self._on_turn(self.conversation.report(turn))
+            case ReplyEnded() if (turn := self.conversation.turn_of(event.response_id)) is not None:
+                if self._on_turn is not None:
+                    self._on_turn(self.conversation.report(turn))
             case Detached():
                 print("omni-live talk: the connection is lost, trying to get it back", file=sys.stderr)
             case Reattached():

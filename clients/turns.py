@@ -235,6 +235,11 @@ class Conversation:
     def turn(self) -> Turn | None:
         return self.turns[-1] if self.turns else None
 
+    def turn_of(self, name: str) -> Turn | None:
+        """The turn of a response or of a user's item; None for one that belongs to none."""
+        answered = self._replies.get(name)
+        return answered[0] if answered else self._items.get(name)
+
     def begin(self, source: str, at_ns: int, said: str = "") -> Turn:
         turn = Turn(len(self.turns) + 1, source, said, at_ns, last_ns=at_ns)
         self.turns.append(turn)

@@ -27,7 +27,11 @@ class ResumeRefused(Exception):
 
 
 class Mailbox(Protocol):
-    """One attachment's way out: gets Emit, Hold, Unhold, Replace and at the end Release, in order; never blocks."""
+    """One attachment's way out; never blocks.
+
+    Gets Emit, Hold, Unhold, Replace and at the end Release, in order, and each RaiseFence as soon as the session
+    wants it: content that waits here is stale from then on.
+    """
 
     def take(self, effects: list[Effect]) -> None: ...
 

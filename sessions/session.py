@@ -6,7 +6,7 @@ its two kinds, `Conversation` (people who talk) and `PlainSession` (one payload 
 
 import hmac
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from omni_live.sessions.effects import Abort, Count, Effect, Emit, RaiseFence, Release, Replace, Wake
 from omni_live.sessions.events import (
@@ -22,6 +22,7 @@ from omni_live.sessions.events import (
 from omni_live.sessions.ids import Ids
 from omni_live.sessions.inputs import (
     Attached,
+    ClientInput,
     CloseAsked,
     Detached,
     DrainAsked,
@@ -42,6 +43,8 @@ EVENT_BYTES = 256
 
 WAKE_SLACK_NS = 1_000_000
 
+FROM_CLIENT = frozenset(get_args(ClientInput))
+
 Rule = Callable[[Any], None]
 """Takes the input it is listed under; the table ties type to method."""
 
@@ -57,6 +60,8 @@ class Session:
         self.state = SessionState.OPENING
         self.attachment = 0
         self.token = ""
+        self._old_token = ""
+        """Still good until something is heard on the new attachment: the client may never have got the new one."""
         self.fences = [Fence(slot * LANES + lane, generation) for lane in range(LANES)]
         self._ids = ids
         self._now = now
@@ -106,6 +111,8 @@ class Session:
 
     def _apply(self, input: Input) -> None:
         rule = self._rules.get(type(input))
+        if self._old_token and type(input) in FROM_CLIENT:
+            self._old_token = ""
         if rule is not None:
             rule(input)
         else:  # a client may well ask a session for what only the other kind can do
@@ -114,6 +121,8 @@ class Session:
 
     def _take(self, input: Input) -> None:
         rule = self._rules.get(type(input))
+        if self._old_token and type(input) in FROM_CLIENT:
+            self._old_token = ""
         if rule is None:
             self._effects.append(Count("unsupported_input"))
             self._emit(ErrorTold("unsupported_input", "Sessions of this kind do not take this."))
@@ -165,7 +174,7 @@ class Session:
             self._tell(SessionReplaced())
             self._effects.append(Replace(self.attachment))
         self.attachment = input.attachment
-        self.token = self._ids("token")
+        self._old_token, self.token = self.token, self._ids("token")
         self.state = move(self.state, Move.ATTACHED)
         self._lease.attach(self._now)
         self._inputs.asked_anew()

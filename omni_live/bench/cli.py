@@ -8,22 +8,35 @@ from pathlib import Path
 from typing import Final
 
 from omni_live.bench.figures import ROWS
-from omni_live.bench.report import flat, table
+from omni_live.bench.report import Progress, Row, flat, table
 from omni_live.bench.server import NoServer
 from omni_live.bench.voice import SECTIONS, Asked, Bench
 from omni_live.bench.wavs import NoWavs, load_wavs
 from omni_live.clients.duplex import DuplexError
 
 KEY_VARIABLE: Final = "OMNI_LIVE_API_KEY"
+HOPS_ROWS: Final = (
+    Row("hop_us_p50", "one hop, median", "us", 1),
+    Row("hop_us_p99", "one hop, 99 of 100", "us", 1),
+    Row("cpu_ms_per_request", "processor time of a request", "ms", 3),
+    Row("chain_1mib_ms_p50", "1 MiB through the chain, median", "ms", 2),
+    Row("units_per_s_8", "units with 8 sessions", "/s"),
+    Row("bare_hop_us_p50", "one hop of the bare chain, median", "us", 1),
+    Row("bare_cpu_ms_per_request", "processor time of a request, bare", "ms", 3),
+    Row("hop_ratio", "hop over bare hop", "", 2),
+    Row("cpu_ratio", "processor time over bare", "", 2),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benches", dest="bench", metavar="BENCH", required=True)
     add_voice(benches.add_parser("voice", help="latency, interruptions and turn taking of a voice conversation"))
+    hops_parser = benches.add_parser("hops", help="what the runtime costs between stages, beside a bare socket chain")
+    hops_parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
 
 
 def run(args: argparse.Namespace) -> int:
-    return voice(args)
+    return hops(json=args.json) if args.bench == "hops" else voice(args)
 
 
 # -- voice -----------------------------------------------------------------------------------------------------------
@@ -108,3 +121,22 @@ def parse_sweep(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of milliseconds") from None
+
+
+# -- hops ------------------------------------------------------------------------------------------------------------
+
+
+def hops(*, json: bool) -> int:
+    """Measure and print."""
+    from omni_live.bench.hops import Work, measure
+
+    progress = Progress(100)
+
+    def tell(what: str, share: float) -> None:
+        progress.done = round(100 * share)
+        progress.enter(what)
+
+    values = asyncio.run(measure(Work(), tell))
+    progress.close()
+    print(flat(HOPS_ROWS, values) if json else table(HOPS_ROWS, values))
+    return 0

@@ -15,11 +15,15 @@ from omni_live.bench.server import Endpoint
 from omni_live.bench.timeline import CANCELLED, Silencing, content_ns, others_began
 from omni_live.bench.wavs import ECHO_DB, RATE_HZ, level_db, mhm, noise
 from omni_live.clients.clock import MS
-from omni_live.clients.duplex_events import Sound
+from omni_live.clients.duplex_events import ReplyStarted, Sound
 from omni_live.clients.turns import Utterance
 
-STORY: Final = "Tell me a long story about a brave little robot who crosses the sea."
-"""A prompt whose reply is long enough to be stopped in its middle."""
+LONG: Final = (
+    "Tell me a long story about a brave little robot who crosses the sea.",
+    "Explain in detail how a bicycle works.",
+    "Tell me about the history of ships, in ten sentences.",
+)
+"""Prompts with long replies, in turn: asked the same again, a model may be brief."""
 QUESTION: Final = "What do you like about the sea in summer?"
 SMALL_TALK: Final = (
     "Hello, my name is Anna.",
@@ -51,10 +55,11 @@ FIRST_S, LAST_S = 0.1, 3.0
 """Moments at which replies are stopped, from their first sound."""
 
 
-async def story(caller: Caller) -> str:
+async def long_reply(caller: Caller) -> str:
     """Ask for a long reply and wait for its first sound; its id."""
     since = len(caller.events)
-    await caller.session.text(STORY)
+    asked = sum(isinstance(event, ReplyStarted) for event in caller.events)
+    await caller.session.text(LONG[asked % len(LONG)])
     response_id = await caller.reply(since)
     await caller.content(response_id)
     return response_id
@@ -95,7 +100,7 @@ async def disturb(site: Site, kind: str, utterance: Utterance, trials: int, seed
 
 async def _disturb_once(caller: Caller, kind: str, user_db: float, rng: np.random.Generator) -> bool | None:
     """Whether the reply was cancelled; None where it was over before anything sounded."""
-    response_id = await story(caller)
+    response_id = await long_reply(caller)
     await caller.pause(float(rng.uniform(0.3, 1.0)))
     if caller.ended(response_id) is not None:
         return None
@@ -164,7 +169,7 @@ async def _until_stopped(moment_s: float, once: Callable[[float], Awaitable[Sile
 
 
 async def _cancel_once(caller: Caller, endpoint: Endpoint, moment_s: float) -> Silencing | None:
-    response_id = await story(caller)
+    response_id = await long_reply(caller)
     await caller.pause(moment_s)
     if caller.ended(response_id) is not None:
         return None
@@ -182,7 +187,7 @@ class _Interruption:
     async def once(self, moment_s: float) -> Silencing | None:
         """Interrupt a reply, then stop the reply to the interruption."""
         caller, utterance = self.caller, self.utterance
-        response_id = await story(caller)
+        response_id = await long_reply(caller)
         await caller.pause(moment_s)
         since = len(caller.events)
         lead_in = min(LEAD_IN, utterance.speech_start)

@@ -100,8 +100,8 @@ async def own_server(model: str) -> AsyncIterator[Endpoint]:
             port = await _ready(process, ready, log, began)
             ready_s = time.monotonic() - began
             yield Endpoint(f"ws://127.0.0.1:{port}/v1/duplex", None, process.pid, ready_s)
-            if process.returncode is not None:
-                raise NoServer(f"the server ended by itself with {process.returncode}{_tail(log)}")
+            if not alive(process.pid):
+                raise NoServer(f"the server ended by itself{_tail(log)}")
         finally:
             await _stop(process)
 
@@ -190,6 +190,14 @@ def memory(pids: Sequence[int]) -> Memory:
             pss += int(sizes.get("Pss", 0))
             rss += int(sizes.get("Rss", 0))
     return Memory(pss / 1024, rss / 1024)
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs, as the kernel has it: asyncio hears of an end somewhat later."""
+    try:
+        return _stat(pid)[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> list[str]:

@@ -33,6 +33,8 @@ SILENCE_TRIALS: Final = 22
 """Of each of the two kinds."""
 IDLE_S: Final = 10.0
 IDLE_AFTER_S: Final = 2.0
+STUCK_S, STUCK_STEP_S = 60.0, 90.0
+"""A section that takes longer than this, and this for each of its steps, is given up."""
 _TURN_DETECTION: Final = frozenset({"threshold", "prefix_padding_ms", "silence_duration_ms"})
 """Settings that OpenAI's session object has a place for; all others are Omni Live's own."""
 
@@ -123,10 +125,14 @@ class Bench:
         before = self._progress.done
         self._progress.enter(name)
         values: Mapping[str, Value] = {}
+        limit_s = STUCK_S + STUCK_STEP_S * steps
         try:
-            values = await section(site)
+            async with asyncio.timeout(limit_s):
+                values = await section(site)
         except (Silent, DuplexError) as error:
             self.problems.append(f"{name}: {error}")
+        except TimeoutError:
+            self.problems.append(f"{name}: not done within {limit_s:.0f} s")
         self._progress.step(before + steps - self._progress.done)
         return values
 
@@ -202,6 +208,7 @@ class Bench:
     async def _silence(self, site: Site) -> Mapping[str, Value]:
         cancels = await replies.cancel_replies(site, SILENCE_TRIALS, self._progress.step)
         speech = await replies.interrupt_replies(site, self._utterances, SILENCE_TRIALS, self._progress.step)
+        self.notes.append(f"silence: {len(cancels)} replies stopped by a cancel, {len(speech)} by speech")
         return silence(cancels, speech)
 
     # -- the rest --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="the deploy file")
     parser.add_argument("--pipeline", action="append", metavar="NAME", help="serve this one (again for more)")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8000)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
     parser.add_argument(
         "--api-key",
         action="append",

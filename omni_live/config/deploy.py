@@ -2,7 +2,7 @@
 
     server:
       host: 0.0.0.0
-      port: 8000
+      port: 8765
       api_keys: {team-a: env:TEAM_A_KEY}
     limits: {idle_lease_s: 120, client_frame_bytes: 8 MiB}
     pipelines:
@@ -67,7 +67,7 @@ class Server:
     """Where the server listens and whom it lets in."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = 8765
     """0 takes a free one."""
     openpi_port: int | None = None
     """A port of its own for OpenPI clients, which connect to the root path; None leaves them their path on `port`."""

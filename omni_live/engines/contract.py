@@ -25,6 +25,15 @@ class Load:
     bytes_cap: int
     """0 where the stage keeps nothing per session."""
 
+    def plus(self, other: "Load") -> "Load":
+        return Load(
+            self.sessions + other.sessions,
+            self.turns + other.turns,
+            self.queued + other.queued,
+            self.bytes_used + other.bytes_used,
+            self.bytes_cap + other.bytes_cap,
+        )
+
 
 class Turn(Protocol):
     """A turn as a stage's engine sees it; made by the runner, lives from `begin` until `finish` or `drop`."""

@@ -540,7 +540,8 @@ class Orchestrator:
             if not turn.pending:
                 self._forget(turn)
         elif outcome is Outcome.FAILED:
-            self._fail(turn, stage, reason)
+            # Which of the two hears first of a death, its neighbour or we, is chance, and no client's concern.
+            self._fail(turn, stage, "replica_lost" if reason == "peer_lost" else reason)
         else:
             self._hand_on(turn, stage)
             if turn.course.steps[stage].final and not turn.over:

@@ -44,8 +44,8 @@ class Outbox:
         self.batch = 0
         """Counts `take`: what was said in an earlier batch is gone and cannot be added to."""
         self.counts: Counter[str] = Counter()
+        self.worker = worker
         self._directory = directory
-        self._worker = worker
         self._arena_bytes = arena_bytes
         self._said: list[tuple[int, Message]] = []
         self._freed: dict[int, list[Freed]] = {}
@@ -114,7 +114,7 @@ class Outbox:
         segment = self._segments.get(edge)
         if segment is None:
             segment = len(self._arenas)
-            path = segment_path(self._directory, producer_name(self._worker), segment)
+            path = segment_path(self._directory, producer_name(self.worker), segment)
             self._arenas.append(Arena(path, segment, self._arena_bytes))
             self._segments[edge] = segment
         return self._arenas[segment]
@@ -125,7 +125,7 @@ class Outbox:
         """What the ticket of `source` names, where it lies. Raises TicketInvalid."""
         reader = self._readers.get(source)
         if reader is None:
-            name = feeder_name(self._worker) if source == SERVER else producer_name(source)
+            name = feeder_name(self.worker) if source == SERVER else producer_name(source)
             reader = self._readers[source] = Reader(self._directory, name)
         return reader.get(ticket)
 

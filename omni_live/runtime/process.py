@@ -33,6 +33,7 @@ from omni_live.runtime.wire import (
     Counted,
     Credit,
     Drain,
+    End,
     Ended,
     FeedSession,
     FeedTurn,
@@ -102,7 +103,7 @@ class Processes:
         self._fences = fences
         self._counters = counters
         self._settings = settings or ProcessSettings()
-        self._living: set[Process] = set()
+        self._living: dict[WorkerId, Process] = {}
         self._unborn: list[Process] = []
         self._group: asyncio.TaskGroup | None = None
         self._happenings: Happenings | None = None
@@ -117,7 +118,7 @@ class Processes:
             for process in unborn:
                 group.create_task(self._live(process, happenings))
             await self._stopping.wait()
-            for process in tuple(self._living):
+            for process in tuple(self._living.values()):
                 process.kill()
 
     def stop(self) -> None:
@@ -126,7 +127,9 @@ class Processes:
 
     def spawn(self, worker: WorkerId, role: int) -> "Process":
         plan = self._workers[role]
-        process = Process(worker, plan, self._directory, self._fences, self._counters, self._settings)
+        process = Process(worker, plan, self._directory, self._fences, self._counters, self._settings, self._living)
+        if self._stopping.is_set():
+            return process  # nobody is left to be told that it does not live
         if self._group is None or self._happenings is None:
             self._unborn.append(process)
         else:
@@ -134,20 +137,22 @@ class Processes:
         return process
 
     async def _live(self, process: "Process", happenings: Happenings) -> None:
-        self._living.add(process)
+        self._living[process.worker] = process
         try:
             reason = await process.live(happenings)
         finally:
-            self._living.discard(process)
+            del self._living[process.worker]
         log.info("event=worker_exited worker=%d stages=%s reason=%s", process.worker, process.stages, reason)
         happenings.exited(process.worker, reason)
 
 
 @dataclass(slots=True)
-class _Owed:
+class _Turn:
+    """A turn that is open there."""
+
     due: int
-    """Sent on once it is this much."""
-    units: int = 0
+    """The client side's credit is sent on once it is this much."""
+    owed: int = 0
 
 
 class Process:
@@ -161,6 +166,7 @@ class Process:
         fences: FenceTable,
         counters: Counters,
         settings: ProcessSettings,
+        siblings: Mapping[WorkerId, "Process"],
     ) -> None:
         self.worker = worker
         self.stages = ",".join(stage.name for stage in plan.stages)
@@ -169,6 +175,7 @@ class Process:
         self._fences = fences
         self._counters = counters
         self._settings = settings
+        self._siblings = siblings
         self._control: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "control"))
         self._media: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "media"))
         self._order = 0
@@ -177,8 +184,7 @@ class Process:
         self._reader = Reader(directory, producer_name(worker))
         self._freed: list[Freed] = []
         """Tickets of the worker that were read in this round."""
-        self._owed: dict[tuple[str, tuple[int, int, int, int]], _Owed] = {}
-        """Credit of the client side for each open turn that has one."""
+        self._turns: dict[tuple[str, tuple[int, int, int, int]], _Turn] = {}
         self._happenings: Happenings | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._killed_for = ""
@@ -219,13 +225,13 @@ class Process:
     def open_turn(
         self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
     ) -> None:
+        if self._is_gone:
+            return
+        self._hold(1)
+        window = next((route.credits for route in routes if route.receiver == CLIENT), 0)
+        self._turns[stage, stamp[:4]] = _Turn(max(1, window // 4))
         wire_routes = [wire_route(route) for route in routes]
-        if self._call(self._control, OpenTurn(self._order, stage, stamp, dict(params), wire_routes, inputs)):
-            self._hold(1)
-            for route in routes:
-                if route.receiver == CLIENT:
-                    self._owed[stage, stamp[:4]] = _Owed(max(1, route.credits // 4))
-        else:
+        if not self._call(self._control, OpenTurn(self._order, stage, stamp, dict(params), wire_routes, inputs)):
             self._fail_soon(stage, stamp)
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
@@ -246,13 +252,13 @@ class Process:
 
     def credit(self, stage: str, stamp: Stamp, units: int) -> None:
         # A quarter of the window is held back, so that a stream of chunks costs no message for each.
-        owed = self._owed.get((stage, stamp[:4]))
-        if owed is None:
+        turn = self._turns.get((stage, stamp[:4]))
+        if turn is None:
             return
-        owed.units += units
-        if owed.units >= owed.due:
-            self._control.send(Credit(stage, CLIENT, stamp, owed.units))
-            owed.units = 0
+        turn.owed += units
+        if turn.owed >= turn.due:
+            self._control.send(Credit(stage, CLIENT, stamp, turn.owed))
+            turn.owed = 0
 
     def fork(self, stage: str, session: SessionKey, into: SessionKey) -> None:
         if self._call(self._control, Fork(self._order, stage, session, into)):
@@ -354,10 +360,7 @@ class Process:
         return True
 
     def _fail_soon(self, stage: str, stamp: Stamp) -> None:
-        happenings = self._happenings
-        if happenings is not None:
-            call = partial(happenings.ended, self.worker, stage, stamp, Outcome.FAILED, "payload_refused")
-            asyncio.get_running_loop().call_soon(call)
+        asyncio.get_running_loop().call_soon(self._ended, stage, stamp, Outcome.FAILED, "payload_refused", ())
 
     def _body(self, stage: str, key: Key, payload: Payload) -> Body:
         if payload.nbytes <= INLINE_BYTES or self._is_gone:
@@ -384,10 +387,8 @@ class Process:
             match message:
                 case Spoke():
                     self._spoke(message, happenings)
-                case Ended(stage, stamp, outcome, reason):
-                    self._hold(-1)
-                    self._owed.pop((stage, stamp[:4]), None)
-                    happenings.ended(self.worker, stage, stamp, outcome, reason)
+                case Ended(stage, stamp, outcome, reason, through):
+                    self._ended(stage, stamp, outcome, reason, through)
                 case _:
                     self._heard_rarely(message, happenings)
         if self._freed:
@@ -404,9 +405,20 @@ class Process:
             self._counters.count("stale_outputs")
             self._let_go(spoke.body)
         if spoke.outcome is not None:
+            self._ended(stage, stamp, spoke.outcome, spoke.reason, spoke.through)
+
+    def _ended(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str, through: tuple[End, ...]) -> None:
+        """A stage's part is over, and with it those whose ends came through it. Each is reported once."""
+        for end in through:
+            sibling = self._siblings.get(WorkerId(end.worker))
+            if sibling is not None:
+                sibling.ended_once(stamp, end.stage, end.outcome, end.reason)
+        self.ended_once(stamp, stage, outcome, reason)
+
+    def ended_once(self, stamp: Stamp, stage: str, outcome: Outcome, reason: str) -> None:
+        if self._turns.pop((stage, stamp[:4]), None) is not None and self._happenings is not None:
             self._hold(-1)
-            self._owed.pop((stage, stamp[:4]), None)
-            happenings.ended(self.worker, stage, stamp, spoke.outcome, spoke.reason)
+            self._happenings.ended(self.worker, stage, stamp, outcome, reason)
 
     def _heard_rarely(
         self, message: Ready | Found | Snapshotted | Report | Counted | Pong | Free, happenings: Happenings

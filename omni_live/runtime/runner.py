@@ -3,8 +3,9 @@
 It does no I/O and owns no thread. A drive (see drives.py) calls it, on the event loop or on a thread of its own:
 `receive` with what arrived, `step` until there is nothing to do, and the outbox is taken away in between.
 
-Every turn that is opened here reports exactly one end, also when it was aborted or was stale before it began: the
-orchestrator counts a worker that keeps one as wedged.
+Every turn that is opened here has its end reported, also when it was aborted or was stale before it began: the
+orchestrator counts a worker that keeps one as wedged. A stage that hands chunks on lets a later stage report its end
+(wire.End) and keeps the report at hand, for the abort that follows where that stage does not come to it.
 """
 
 import time
@@ -27,6 +28,7 @@ from omni_live.runtime.wire import (
     Counted,
     Credit,
     Drain,
+    Ended,
     FeedSession,
     FeedTurn,
     Fork,
@@ -82,8 +84,10 @@ class Seat:
         self.turns: dict[TurnKey, StageTurn] = {}
         self.lingering: dict[TurnKey, StageTurn] = {}
         """Finished turns whose output is still on its way."""
-        self.over: dict[TurnKey, None] = {}
-        """The latest turns that ended, in that order."""
+        self.over: dict[TurnKey, Ended | None] = {}
+        """The latest turns that ended, in that order; with the report that another stage was given to take along."""
+        self.broken: dict[TurnKey, None] = {}
+        """The latest turns of which early chunks were dropped."""
         self.ready_ns = 0
         """Since when the engine has something to do; 0: it has nothing."""
         self.alarm_ns = _NEVER
@@ -96,10 +100,26 @@ class Seat:
         dated = [turn.stamp.deadline_ns for turn in self.turns.values() if turn.stamp.deadline_ns]
         return max(min(dated), self.ready_ns) if dated else self.ready_ns + _UNDATED_NS
 
-    def remember(self, key: TurnKey) -> None:
-        self.over[key] = None
+    def remember(self, key: TurnKey, report: Ended | None = None) -> None:
+        """The turn is over; a chunk that comes late is not taken for an early one."""
+        self.over[key] = report
         if len(self.over) > _OVER_CAP:
-            del self.over[next(iter(self.over))]
+            oldest = next(iter(self.over))
+            self.report(oldest)
+            del self.over[oldest]
+
+    def breaks(self, key: TurnKey) -> None:
+        """A part of the turn's input is gone: it must not begin as if it were not."""
+        self.broken[key] = None
+        if len(self.broken) > _OVER_CAP:
+            del self.broken[next(iter(self.broken))]
+
+    def report(self, key: TurnKey) -> None:
+        """Make a report that was handed on ourselves. The server expects it once and takes it once."""
+        report = self.over[key]
+        if report is not None:
+            self.over[key] = None
+            self._outbox.say(CONTROL, report)
 
     # -- engines.contract.Host
 
@@ -192,10 +212,13 @@ class Runner:
 
     def lost_receiver(self, worker: int) -> None:
         """The link that our chunks to that worker take is gone, and with it what was on its way."""
-        self._counts["tickets_freed_of_lost"] += self._outbox.forget(worker)
+        freed = self._outbox.forget(worker)
+        if freed:
+            self._counts["tickets_freed_of_lost"] += freed
         for seat in self._seats.values():
             for turn in [*seat.turns.values(), *seat.lingering.values()]:
                 if turn.sends_to(worker):
+                    self._counts["turn_peer_lost"] += 1
                     self._fail(seat, turn, "peer_lost")
 
     def lost_producer(self, worker: int) -> None:
@@ -203,6 +226,7 @@ class Runner:
         for seat in self._seats.values():
             for turn in list(seat.turns.values()):
                 if turn.awaits(worker):
+                    self._counts["turn_peer_lost"] += 1
                     self._fail(seat, turn, "peer_lost")
         self._outbox.close_reader(worker)
 
@@ -323,7 +347,7 @@ class Runner:
             turn.arrived(item, source)
             if not seat.ready_ns:
                 seat.ready_ns = self._now()
-        elif key in seat.over or key in seat.lingering:
+        elif key in seat.over or key in seat.lingering or key in seat.broken:
             self._counts["late_chunks"] += 1
             discard(item, source, self._outbox)
         else:
@@ -333,6 +357,7 @@ class Runner:
         nbytes = _nbytes(item)
         if self._early_bytes + nbytes > self._limits.early_bytes:
             self._counts["early_chunks_refused"] += 1
+            seat.breaks(key)
             discard(item, source, self._outbox)
             return
         early = self._early.get((seat.stage, key))
@@ -399,6 +424,8 @@ class Runner:
             return Outcome.INCOMPLETE, "stale"
         if turn.key in seat.over:
             return Outcome.INCOMPLETE, "aborted"
+        if turn.key in seat.broken:
+            return Outcome.FAILED, "input_lost"
         if turn.session not in seat.sessions:
             return Outcome.FAILED, seat.refused.get(turn.session, "session_unknown")
         return None
@@ -459,6 +486,8 @@ class Runner:
         turn = seat.turns.get(key) or seat.lingering.get(key)
         if turn is not None:
             self._drop(seat, turn, "aborted")
+        elif key in seat.over:
+            seat.report(key)
         else:
             seat.remember(key)  # its OpenTurn may still wait for the other lane
 
@@ -497,7 +526,7 @@ class Runner:
         self._drop(seat, turn, code, Outcome.FAILED)
 
     def _drop(self, seat: Seat, turn: StageTurn, reason: str, outcome: Outcome = Outcome.INCOMPLETE) -> None:
-        was, owes_end = turn.life, turn.owes_end
+        was = turn.life
         if was is Life.OVER:
             return
         turn.void()
@@ -508,13 +537,13 @@ class Runner:
         seat.lingering.pop(turn.key, None)
         if was is Life.RUNNING:
             seat.engine.drop(turn)
-        if owes_end:
+        if not turn.is_reported:
             turn.end(outcome, reason)
         self._retire(seat, turn)
 
     def _retire(self, seat: Seat, turn: StageTurn) -> None:
         turn.life = Life.OVER
-        seat.remember(turn.key)
+        seat.remember(turn.key, turn.unreported())
         self._changed = True
 
     def _drop_stale(self) -> None:
@@ -543,6 +572,7 @@ class Runner:
         now, at = self._now(), _NEVER
         for name, early in list(self._early.items()):
             if early.until_ns <= now:
+                self._seats[name[0]].breaks(name[1])
                 self._drop_early(name)
             else:
                 at = min(at, early.until_ns)

@@ -9,7 +9,7 @@ from omni_live.connectors.contract import ArenaFull, ArenaUnavailable, Ticket, T
 from omni_live.engines.contract import TurnError
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
 from omni_live.runtime.ports import CLIENT
-from omni_live.runtime.wire import SERVER, Chunk, Credit, Ended, Inline, Spoke, WireRoute, unwrapped
+from omni_live.runtime.wire import SERVER, Chunk, Credit, End, Ended, Inline, Spoke, WireRoute, unwrapped
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, Stamp
@@ -37,6 +37,7 @@ class Handed(NamedTuple):
     """Where it comes from, and where its credit goes."""
     outcome: Outcome = Outcome.DONE
     reason: str = ""
+    through: tuple[End, ...] = ()
 
 
 Item = Chunk | Handed
@@ -200,26 +201,28 @@ class Output:
         turn = self._turn
         turn.unsettled -= 1
         outcome, reason = self._ending
+        through = turn.handed_on() if turn.carrier is self else ()
         unsent = self._unsent if self._batch == turn.outbox.batch else None
         self._unsent = None
         if self.is_local:
-            turn.floor.hand(self.receiver, turn.stamp, Handed(None, True, self, outcome, reason))
+            turn.floor.hand(self.receiver, turn.stamp, Handed(None, True, self, outcome, reason, through))
         elif self.receiver == CLIENT:
             if isinstance(unsent, Spoke):
-                unsent.outcome, unsent.reason = outcome, reason
+                unsent.outcome, unsent.reason, unsent.through = outcome, reason, turn.through
+                turn.is_reported = True
             else:
-                turn.outbox.say(MEDIA, Ended(turn.stage, turn.stamp, outcome, reason))
+                turn.end(outcome, reason)
         elif isinstance(unsent, Chunk):
-            unsent.last, unsent.outcome, unsent.reason = True, outcome, reason
+            unsent.last, unsent.outcome, unsent.reason, unsent.through = True, outcome, reason, through
         else:
-            chunk = Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason)
+            chunk = Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason, through)
             turn.outbox.say(self.worker, chunk)
         if turn.life is Life.FINISHED and not turn.unsettled:
             turn.floor.settled(turn)
 
 
 class StageTurn:
-    """See engines.contract.Turn. Made by the runner; it reports exactly one end to the server."""
+    """See engines.contract.Turn. Made by the runner, which sees to it that the server learns of its end."""
 
     __slots__ = (
         "_batch",
@@ -229,8 +232,11 @@ class StageTurn:
         "_inputs",
         "_owed",
         "_upstream",
+        "carrier",
+        "final",
         "floor",
         "has_client",
+        "is_reported",
         "key",
         "life",
         "outbox",
@@ -241,6 +247,7 @@ class StageTurn:
         "since_ns",
         "stage",
         "stamp",
+        "through",
         "unsettled",
     )
 
@@ -264,6 +271,14 @@ class StageTurn:
         self.unsettled = 0
         """Outputs whose receiver was not told yet that this was all."""
         self.has_client = False
+        self.carrier: Output | None = None
+        """The output whose receiver takes the report of this turn's end along."""
+        self.final = (Outcome.DONE, "")
+        """How the engine finished it."""
+        self.is_reported = False
+        """True once the server was told of its end from here."""
+        self.through: tuple[End, ...] = ()
+        """Ends of earlier stages that go with ours."""
         self.life = Life.RUNNING
         self.seq = 0
         self.since_ns = 0
@@ -323,6 +338,7 @@ class StageTurn:
         if outcome is Outcome.DONE and self._upstream[0] is Outcome.INCOMPLETE:
             outcome, reason = self._upstream
         self.life = Life.FINISHED
+        self.final = (outcome, reason)
         self._discard_input()
         if outcome is Outcome.FAILED:
             # Receivers are not told: they wait for the abort, so that none of them can call its part done.
@@ -331,7 +347,10 @@ class StageTurn:
             self.floor.settled(self)
             return
         if not self.has_client:
-            self.outbox.say(CONTROL, Ended(self.stage, self.stamp, outcome, reason))
+            # Whatever waits for a whole edge waits for the report, so that one goes at once.
+            self.carrier = None if self.awaits_forward else next(iter(self.outputs), None)
+            if self.carrier is None:
+                self.end(outcome, reason)
         for output in self.outputs:
             output.finish(outcome, reason)
         if not self.outputs:
@@ -354,14 +373,6 @@ class StageTurn:
     def awaits_forward(self) -> bool:
         return any(output.held for output in self.outputs)
 
-    @property
-    def owes_end(self) -> bool:
-        """True while the server waits for the report of this turn's end."""
-        if self.life is Life.RUNNING:
-            return True
-        client = next((output for output in self.outputs if output.receiver == CLIENT), None)
-        return self.life is Life.FINISHED and client is not None and not client.is_settled
-
     def arrived(self, item: Item, source: int) -> None:
         """A unit of work from the worker `source`."""
         if isinstance(item, Handed):
@@ -378,6 +389,7 @@ class StageTurn:
                     self._owed[producer] = 0
         if item.last:
             self._inputs -= 1
+            self.through += item.through
             if item.outcome is Outcome.INCOMPLETE and self._upstream[0] is Outcome.DONE:
                 self._upstream = (item.outcome, item.reason)
 
@@ -400,7 +412,17 @@ class StageTurn:
 
     def end(self, outcome: Outcome, reason: str) -> None:
         """Report the end, in order behind everything the stage said."""
-        self.outbox.say(MEDIA if self.has_client else CONTROL, Ended(self.stage, self.stamp, outcome, reason))
+        self.is_reported = True
+        lane = MEDIA if self.has_client else CONTROL
+        self.outbox.say(lane, Ended(self.stage, self.stamp, outcome, reason, self.through))
+
+    def handed_on(self) -> tuple[End, ...]:
+        """Our own end and those that came through us."""
+        return (*self.through, End(self.outbox.worker, self.stage, *self.final))
+
+    def unreported(self) -> Ended | None:
+        """The report to make where it turns out that the one that was handed on may not arrive."""
+        return None if self.is_reported else Ended(self.stage, self.stamp, *self.final, self.through)
 
     def void(self) -> None:
         """Nothing of the turn matters any more."""

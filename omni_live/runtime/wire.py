@@ -65,6 +65,19 @@ class WireStage(NamedTuple):
     options: dict[str, Scalar]
 
 
+class End(NamedTuple):
+    """How a stage that hands its chunks on ended its part of a turn.
+
+    It travels with the last chunk, from stage to stage, and reaches the server with the end of a later one: a turn
+    costs the server one report, not one for each stage.
+    """
+
+    worker: int
+    stage: str
+    outcome: Outcome
+    reason: str
+
+
 # -- server to worker --------------------------------------------------------------------------------------------
 
 
@@ -168,6 +181,7 @@ class Chunk(msgspec.Struct, array_like=True, tag=21, gc=False):
     last: bool = False
     outcome: Outcome = Outcome.DONE
     reason: str = ""
+    through: tuple[End, ...] = ()
 
 
 class Credit(msgspec.Struct, array_like=True, tag=22, gc=False):
@@ -198,15 +212,20 @@ class Spoke(msgspec.Struct, array_like=True, tag=31, gc=False):
     body: Body
     outcome: Outcome | None = None
     reason: str = ""
+    through: tuple[End, ...] = ()
 
 
 class Ended(msgspec.Struct, array_like=True, tag=32, gc=False):
-    """Comes exactly once for each OpenTurn. On the media lane, behind what it said, where the stage has a client."""
+    """The end of a stage's part. On the media lane, behind what it said, where the stage has a client.
+
+    Each OpenTurn is answered by one of these, by the last Spoke, or by an End that came through another stage.
+    """
 
     stage: str
     stamp: Stamp
     outcome: Outcome
     reason: str
+    through: tuple[End, ...] = ()
 
 
 class Found(msgspec.Struct, array_like=True, tag=33, gc=False):

@@ -87,11 +87,19 @@ class Worker:
         self._server: asyncio.Server | None = None
         self._number = 0
         self._directory = Path()
+        self._group = asyncio.TaskGroup()
         self._connecting: set[asyncio.Task[None]] = set()
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
     async def run(self) -> int:
         """Live until there is a reason to end; the exit status."""
+        async with self._group:
+            status = await self._live()
+            for task in self._connecting:
+                task.cancel()
+        return status
+
+    async def _live(self) -> int:
         for lane, sock in zip((CONTROL, MEDIA), self._sockets, strict=True):
             self._lanes[lane] = link = Link(FROM_SERVER, self._heard, self._lane_lost)
             await self._loop.create_unix_connection(lambda link=link: link, sock=sock)  # type: ignore[misc]
@@ -101,7 +109,11 @@ class Worker:
         configure = self._configured.result()
         self._number, self._directory = configure.worker, Path(configure.directory)
         _set_title(configure.title)
-        drive = self._make_drive(configure)
+        try:
+            drive = self._make_drive(configure)
+        except BadEngine:
+            log.exception("event=bad_configuration worker=%d", self._number)
+            return EXIT_BAD_CONFIGURATION
         path = socket_path(self._directory, self._number)
         # Kept: uvloop closes a server that nobody refers to.
         self._server = await self._loop.create_unix_server(self._greet, path=str(path))
@@ -218,7 +230,7 @@ class Worker:
         link: Link[FromReceiver] = Link(FROM_RECEIVER, heard, lost)
         self._receivers[worker] = link
         link.send(Hello(self._number))
-        task = self._loop.create_task(self._reach(worker, link))
+        task = self._group.create_task(self._reach(worker, link))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         return link
@@ -261,12 +273,7 @@ class Worker:
 
 
 async def _live(control: socket.socket, media: socket.socket) -> int:
-    worker = Worker(control, media)
-    try:
-        return await worker.run()
-    except BadEngine:
-        log.exception("event=bad_configuration")
-        return EXIT_BAD_CONFIGURATION
+    return await Worker(control, media).run()
 
 
 def _set_title(title: str) -> None:

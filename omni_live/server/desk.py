@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from omni_live.config.plan import Plan
+from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import PipelineSpec, SessionKind
 from omni_live.protocols.desk import Mailbox, Refused, ResumeRefused
 from omni_live.runtime.orchestrator import Orchestrator, UnavailableError
@@ -242,13 +244,17 @@ class FrontDesk:
         for (pipeline, stages, state), count in sorted(found.items()):
             yield pipeline, stages, state, count
 
-    def queued(self) -> Iterator[tuple[str, str, int]]:
-        found: Counter[tuple[str, str]] = Counter()
+    def loads(self) -> Iterator[tuple[str, str, Load]]:
+        found: dict[tuple[str, str], Load] = {}
         for replica in self.orchestrator.pools.replicas():
             for stage, load in replica.loads.items():
-                found[replica.pool.plan.pipeline, stage] += load.queued
-        for (pipeline, stage), count in sorted(found.items()):
-            yield pipeline, stage, count
+                key = replica.pool.plan.pipeline, stage
+                found[key] = load.plus(found[key]) if key in found else load
+        for (pipeline, stage), load in sorted(found.items(), key=itemgetter(0)):
+            yield pipeline, stage, load
+
+    def slots_taken(self) -> int:
+        return self._slots.taken
 
     def waiting(self) -> int:
         return self._admission.waiting

@@ -7,6 +7,8 @@ from typing import Final, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from omni_live.engines.contract import Load
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _TURN: Final = "turn_"
@@ -22,8 +24,10 @@ class Standing(Protocol):
     def replicas(self) -> Iterable[tuple[str, str, str, int]]:
         """(pipeline, stage, state, how many)."""
 
-    def queued(self) -> Iterable[tuple[str, str, int]]:
-        """(pipeline, stage, work that waits in its replicas)."""
+    def loads(self) -> Iterable[tuple[str, str, Load]]:
+        """(pipeline, stage, what its replicas reported last, added up)."""
+
+    def slots_taken(self) -> int: ...
 
     def waiting(self) -> int:
         """Opens that wait for admission."""
@@ -101,10 +105,23 @@ class _Standings:
         for pipeline, stage, state, count in self._standing.replicas():
             replicas.add_metric([pipeline, stage, state], count)
         yield replicas
-        queued = GaugeMetricFamily("omni_live_stage_queue", "Work that waits.", labels=["pipeline", "stage"])
-        for pipeline, stage, count in self._standing.queued():
-            queued.add_metric([pipeline, stage], count)
-        yield queued
+        yield from self._loads()
+        slots = GaugeMetricFamily("omni_live_slots_taken", "Rows of the fence table that a session has.")
+        slots.add_metric([], self._standing.slots_taken())
+        yield slots
         waiting = GaugeMetricFamily("omni_live_admission_waiting", "Opens that wait for admission.")
         waiting.add_metric([], self._standing.waiting())
         yield waiting
+
+    def _loads(self) -> Iterator[Metric]:
+        where = ["pipeline", "stage"]
+        sessions = GaugeMetricFamily("omni_live_stage_sessions", "Sessions that a stage has open.", labels=where)
+        turns = GaugeMetricFamily("omni_live_stage_turns", "Turns that a stage has under way.", labels=where)
+        queue = GaugeMetricFamily("omni_live_stage_queue", "Work that waits in a stage.", labels=where)
+        used = GaugeMetricFamily("omni_live_stage_bytes", "What a stage keeps for its sessions.", labels=where)
+        for pipeline, stage, load in self._standing.loads():
+            sessions.add_metric([pipeline, stage], load.sessions)
+            turns.add_metric([pipeline, stage], load.turns)
+            queue.add_metric([pipeline, stage], load.queued)
+            used.add_metric([pipeline, stage], load.bytes_used)
+        yield from (sessions, turns, queue, used)

@@ -73,12 +73,13 @@ class Stop:
 class Port:
     """uvicorn on one socket, without its signals and its clock tick."""
 
-    def __init__(self, app: App, listening: socket.socket, limits: Limits) -> None:
+    def __init__(self, app: App, listening: socket.socket, limits: Limits, frame_bytes: int | None = None) -> None:
+        """`frame_bytes` is the largest frame of any websocket door on this port; None: `client_frame_bytes`."""
         config = uvicorn.Config(
             app,
             http=http_with(limits.header_deadline_s),
             ws=WebSocket,
-            ws_max_size=max(limits.client_frame_bytes, limits.openpi_frame_bytes),
+            ws_max_size=limits.client_frame_bytes if frame_bytes is None else frame_bytes,
             ws_ping_interval=limits.ping_s,
             ws_ping_timeout=limits.ping_timeout_s,
             ws_per_message_deflate=False,

@@ -34,9 +34,7 @@ def started(at_ms: int, reply: str = "r1") -> Event:
 
 
 def sound(at_ms: int, reply: str = "r1") -> Event:
-    return Sound(
-        at_ns=at_ms * MS, response_id=reply, item_id="i", pcm=b"\0\0", rate_hz=24000, start_sample=0
-    )
+    return Sound(at_ns=at_ms * MS, response_id=reply, item_id="i", pcm=b"\0\0", rate_hz=24000, start_sample=0)
 
 
 def words(at_ms: int, reply: str = "r1") -> Event:

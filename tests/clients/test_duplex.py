@@ -168,6 +168,18 @@ async def test_what_was_said_while_away_arrives_after_the_resume(server, manual_
     assert server.sound_taken() == b"".join(_pcm(block) for block in range(5))
 
 
+async def test_the_last_input_is_sent_again_although_nothing_after_it_shows_that_it_is_missing(
+    server, hasty_clock
+) -> None:
+    server.forget_input_after = 2
+    async with connect(server.url, clock=hasty_clock) as session:
+        await session.text("Hello")
+        await server.until(lambda: any(event["type"] == "input.text.append" for event in server.received))
+        session.drop_transport()
+        await server.until(lambda: len(server.taken) == 2)
+    assert server.taken[1]["text"] == "Hello"
+
+
 async def test_the_rotated_token_is_used_for_the_next_resume(server, hasty_clock) -> None:
     async with connect(server.url, clock=hasty_clock) as session:
         for _ in range(3):
@@ -271,6 +283,15 @@ async def test_a_busy_server_is_asked_again_and_a_forbidding_one_is_not(server, 
         session.drop_transport()
         with pytest.raises(ResumeRefused, match="401"):
             await _rest(session)
+
+
+async def test_a_server_that_is_going_away_is_asked_again_until_another_takes_its_place(server, hasty_clock) -> None:
+    async with connect(server.url, clock=hasty_clock) as session:
+        server.refuse_resume = "draining"
+        session.drop_transport()
+        await server.until(lambda: len(server.resumes) == 3)
+        server.refuse_resume = None
+        await _next(session, Reattached)
 
 
 async def test_a_session_that_another_connection_took_over_is_lost(server) -> None:

@@ -23,10 +23,10 @@ import pytest
 
 from omni_live.clients import soundcard, talk
 from omni_live.clients.converse import load_utterance
-from omni_live.clients.playback import Player
+from omni_live.clients.playback import Player, silences
 
 VOICES = Path(__file__).parents[1] / "data" / "voice"
-QUESTION, INTERRUPTION = VOICES / "00_kokf.wav", VOICES / "06_kokf.wav"
+QUESTION, STORY, INTERRUPTION = VOICES / "00_kokf.wav", VOICES / "01_kokm.wav", VOICES / "06_kokf.wav"
 PACKAGES = "pulseaudio pulseaudio-utils libportaudio2 libasound2-plugins"
 HEARD_HZ, SPOKEN_HZ = 16_000, 24_000
 TONE = 6000
@@ -227,6 +227,63 @@ async def test_a_reply_is_heard_on_the_loudspeaker_and_stops_when_the_user_inter
     assert scripted.stopped == ["r1"]
     assert server.taken[-1]["type"] == "session.close"
     _assert_heard(tmp_path / "heard", scripted.played["r1"])
+
+
+@pytest.fixture
+def voice_server(tmp_path: Path) -> Iterator[str]:
+    """The real server with its models; gives the endpoint's address."""
+    ready, log = tmp_path / "port", tmp_path / "server"
+    command = [sys.executable, "-m", "omni_live", "serve", "--pipeline", "voice", "--port", "0"]
+    with log.open("w") as out:
+        serving = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 180
+        while not ready.exists() or not ready.read_text().strip():
+            if serving.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the server does not start:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield f"ws://127.0.0.1:{ready.read_text().strip()}/v1/duplex"
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        serving.wait(60)
+
+
+async def test_the_real_server_answers_and_falls_silent_when_it_is_interrupted(
+    virtual_card, voice_server: str, tmp_path: Path
+) -> None:
+    recorded = tmp_path / "heard"
+    with virtual_card.recording(recorded):
+        talking = await _talk(virtual_card, "--url", voice_server, "--json", "--headset")
+        try:
+            async with asyncio.timeout(120):
+                assert await talking.stderr.readline() == b"Talk. Ctrl-C ends the conversation.\n"
+                await virtual_card.say(STORY)
+                await _sounds_for(recorded, 600)
+                await virtual_card.say(INTERRUPTION)
+                turns = [json.loads(await talking.stdout.readline()) for _ in range(2)]
+                talking.send_signal(signal.SIGINT)
+                _, errors = await talking.communicate()
+        finally:
+            if talking.returncode is None:
+                talking.kill()
+    assert talking.returncode == 0, errors.decode()
+    assert "robot" in turns[0]["heard"].lower(), json.dumps(turns)
+    assert "stop" in turns[1]["heard"].lower()
+    assert turns[0]["interrupted"]
+    assert turns[1]["answered"]
+    silent = [(start, length) for start, length in silences(_recorded(recorded), SPOKEN_HZ, 700) if start > 0]
+    assert silent, "the reply was not silenced by the interruption"
+
+
+async def _sounds_for(recorded: Path, ms: int) -> None:
+    """Waits until so much sound was recorded."""
+    while np.count_nonzero(np.abs(_recorded(recorded).astype(int)) > 300) < ms * SPOKEN_HZ // 2000:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def _recorded(path: Path) -> np.ndarray:
+    data = path.read_bytes()
+    return np.frombuffer(data[: len(data) // 2 * 2], "<i2")
 
 
 async def _until(server, talking: asyncio.subprocess.Process, true) -> None:

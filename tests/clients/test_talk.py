@@ -271,6 +271,23 @@ async def test_a_person_s_turns_are_told_one_by_one_with_their_latency(manual_cl
     assert len(reports) == 2
 
 
+async def test_the_end_of_an_interrupted_reply_is_told_with_its_own_turn(manual_clock) -> None:
+    person, player, stop, told = Person(manual_clock), Player(SPOKEN_HZ), asyncio.Event(), []
+    talking = asyncio.create_task(
+        talk.live(person, person.microphone(), player, stop=stop, on_turn=told.append, clock=manual_clock)
+    )
+    person.say(SpeechStarted, item_id="u1", audio_start_ms=0)
+    person.say(Heard, item_id="u1", transcript="question")
+    person.say(ReplyStarted, response_id="r1")
+    person.say(SpeechStarted, item_id="u2", audio_start_ms=0)
+    person.say(ReplyEnded, response_id="r1", status="cancelled", reason="turn_detected")
+    await manual_clock.advance(0)
+    stop.set()
+    reports = await talking
+    assert [(report.index, report.heard, report.interrupted) for report in told] == [(1, "question", True)]
+    assert len(reports) == 2
+
+
 async def test_what_the_guard_holds_back_is_not_sent(manual_clock) -> None:
     person, stop = Person(manual_clock), asyncio.Event()
     hush = np.zeros(320, np.int16)

@@ -16,7 +16,7 @@ from omni_live.sessions.limits import MIB, Limits
 WHOLE_FILE = """\
 server:
   host: 0.0.0.0
-  port: 8000
+  port: 8765
   openpi_port: 8001
   metrics_port: 9000
   api_keys: {team-a: env:TEAM_A, team-b: secret-b}
@@ -59,7 +59,7 @@ def test_everything_a_file_may_say_is_read() -> None:
     deploy = read(WHOLE_FILE)
     assert deploy.server == Server(
         host="0.0.0.0",
-        port=8000,
+        port=8765,
         openpi_port=8001,
         metrics_port=9000,
         api_keys={"team-a": "secret-a", "team-b": "secret-b"},
@@ -208,7 +208,7 @@ def test_every_limit_can_be_set() -> None:
         ("port: 70000", "server.port: expected at most 65535"),
         ("port: -1", "server.port: expected at least 0"),
         ("{port: 9000, metrics_port: 9000}", "server.metrics_port: port 9000 is taken by server.port"),
-        ("openpi_port: 8000", "server.openpi_port: port 8000 is taken by server.port"),
+        ("openpi_port: 8765", "server.openpi_port: port 8765 is taken by server.port"),
         ("host: 0.0.0.0", "server.host: '0.0.0.0' is reachable from other machines: that takes server.api_keys"),
         ("host: example.org", "server.host: 'example.org' is reachable"),
         ("api_keys: {a: env:GONE}", "server.api_keys.a: the environment variable GONE is not set"),

@@ -8,6 +8,7 @@ from omni_live.connectors.contract import Key, Ticket
 from omni_live.connectors.shm import Arena, segment_path
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn, TurnError
 from omni_live.engines.fake import FakeEcho, FakeFailure
+from omni_live.runtime import runner
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import feeder_name, producer_name
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
@@ -22,6 +23,7 @@ from omni_live.runtime.wire import (
     Counted,
     Credit,
     Drain,
+    End,
     Ended,
     FeedSession,
     FeedTurn,
@@ -213,11 +215,12 @@ def test_an_end_that_comes_after_the_last_chunk_has_left_is_a_message_of_its_own
     on.run()
     on.call(FeedTurn, "b", STAMP, Inline("x", {}, b"two", ()), True)
     assert [type(message) for message in on.messages()] == [Spoke]
-    on.open("b", TO_DOWN, stamp=FENCE.stamp(2), inputs=0)
-    said = on.run()
-    assert said == [
-        (CONTROL, Ended("b", FENCE.stamp(2), Outcome.DONE, "")),
-        (DOWN, Chunk("b", "c", FENCE.stamp(2), None, False, True, Outcome.DONE, "")),
+    second, third = FENCE.stamp(2), FENCE.stamp(3)
+    on.open("b", TO_DOWN, stamp=second, inputs=0)
+    on.open("b", TO_CLIENT, stamp=third, inputs=0)
+    assert on.run() == [
+        (DOWN, Chunk("b", "c", second, None, False, True, Outcome.DONE, "", (End(HERE, "b", Outcome.DONE, ""),))),
+        (MEDIA, Ended("b", third, Outcome.DONE, "")),
     ]
 
 
@@ -225,9 +228,8 @@ def test_chunks_for_another_worker_go_there(stand: StandMaker) -> None:
     on = stand()
     on.open("b", TO_DOWN)
     on.feed("b", b"one", last=True)
-    said = on.run()
-    assert [(to, type(message)) for to, message in said] == [(DOWN, Chunk), (CONTROL, Ended)]
-    chunk = said[0][1]
+    ((to, chunk),) = on.run()
+    assert to == DOWN
     assert isinstance(chunk, Chunk)
     assert (chunk.sender, chunk.receiver, chunk.last, chunk.outcome) == ("b", "c", True, Outcome.DONE)
 
@@ -294,10 +296,64 @@ def test_incomplete_input_makes_the_output_incomplete_for_the_same_reason(stand:
     on = stand()
     on.open("b", TO_DOWN)
     on.chunk("b", last=True, outcome=Outcome.INCOMPLETE, reason="max_output_tokens")
-    chunk, ended = on.messages()
+    (chunk,) = on.messages()
     assert isinstance(chunk, Chunk)
     assert (chunk.last, chunk.outcome, chunk.reason) == (True, Outcome.INCOMPLETE, "max_output_tokens")
-    assert ended == Ended("b", STAMP, Outcome.INCOMPLETE, "max_output_tokens")
+    assert chunk.through == (End(HERE, "b", Outcome.INCOMPLETE, "max_output_tokens"),)
+
+
+A_ENDED = End(UP, "a", Outcome.DONE, "")
+B_ENDED = End(HERE, "b", Outcome.DONE, "")
+
+
+def test_the_end_of_a_stage_travels_with_its_last_chunk_to_the_stage_that_reports(stand: StandMaker) -> None:
+    on = stand()
+    on.open("b", TO_DOWN)
+    on.chunk("b", last=True, through=(A_ENDED,))
+    (chunk,) = on.messages()
+    assert isinstance(chunk, Chunk)
+    assert chunk.through == (A_ENDED, B_ENDED)
+    on.open("b", TO_CLIENT, stamp=FENCE.stamp(2))
+    on.chunk("b", last=True, through=(A_ENDED,), stamp=FENCE.stamp(2))
+    (spoke,) = on.messages()
+    assert isinstance(spoke, Spoke)
+    assert (spoke.outcome, spoke.through) == (Outcome.DONE, (A_ENDED,))
+
+
+def test_fused_stages_report_together(stand: StandMaker) -> None:
+    on = stand(b=echo(), c=echo())
+    on.open("c", TO_CLIENT)
+    on.open("b", WireRoute("c", HERE, 4, False))
+    on.feed("b", last=True)
+    said = on.messages()
+    assert [message.through for message in said if isinstance(message, Spoke | Ended)][-1] == (B_ENDED,)
+
+
+def test_an_end_that_was_handed_on_is_reported_when_the_turn_is_aborted_and_only_once(stand: StandMaker) -> None:
+    on = stand()
+    on.open("b", TO_DOWN)
+    on.chunk("b", last=True, through=(A_ENDED,))
+    on.run()
+    on.runner.receive(SERVER, Abort("b", STAMP))
+    on.runner.receive(SERVER, Abort("b", STAMP))
+    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.DONE, "", (A_ENDED,)))]
+
+
+def test_no_end_is_forgotten_before_it_was_reported(stand: StandMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_OVER_CAP", 2)
+    on = stand()
+    for number in range(1, 4):
+        on.open("b", TO_DOWN, stamp=FENCE.stamp(number), inputs=0)
+    assert (CONTROL, Ended("b", FENCE.stamp(1), Outcome.DONE, "")) in on.run()
+
+
+def test_a_stage_that_ends_badly_reports_the_ends_that_came_to_it(stand: StandMaker) -> None:
+    on = stand(b=Scripted())
+    on.open("b", TO_DOWN)
+    on.chunk("b", last=True, through=(A_ENDED,))
+    on.run()
+    on.runner.receive(SERVER, Abort("b", STAMP))
+    assert Ended("b", STAMP, Outcome.INCOMPLETE, "aborted", (A_ENDED,)) in on.messages()
 
 
 def test_an_engine_may_end_before_its_input_does(stand: StandMaker) -> None:
@@ -351,8 +407,9 @@ def test_early_chunks_are_bounded_in_bytes(stand: StandMaker) -> None:
     on.chunk("b", bytes(100))
     assert on.run() == [(UP, Credit("a", "b", STAMP, 1))]
     assert on.counts["early_chunks_refused"] == 1
-    on.open("b", TO_CLIENT)
-    assert bodies(on.messages()) == [bytes(100)]
+    assert on.counts["early_chunks_refused"] == 1
+    on.open("b", TO_CLIENT)  # which now misses a chunk
+    assert Ended("b", STAMP, Outcome.FAILED, "input_lost") in on.messages()
 
 
 def test_early_chunks_of_a_turn_that_never_opens_are_dropped_in_time(stand: StandMaker) -> None:
@@ -363,6 +420,8 @@ def test_early_chunks_of_a_turn_that_never_opens_are_dropped_in_time(stand: Stan
     on.now += 2 * NS_PER_S
     assert on.run() == [(UP, Credit("a", "b", STAMP, 1))]
     assert on.runner._early_bytes == 0
+    on.open("b", TO_CLIENT)
+    assert on.messages() == [Ended("b", STAMP, Outcome.FAILED, "input_lost")]
 
 
 def test_early_chunks_go_with_their_epoch(stand: StandMaker) -> None:
@@ -881,7 +940,7 @@ def test_a_drained_worker_has_nothing_of_anybody(stand: StandMaker) -> None:
     on.runner.receive(SERVER, Drain())
     assert not on.runner.is_drained
     on.feed("b", BIG, last=True)
-    (chunk, _) = on.messages()
+    (chunk,) = on.messages()
     on.call(CloseSession, "b", SESSION)
     assert not on.runner.is_drained  # somebody reads what it made
     assert isinstance(chunk, Chunk)

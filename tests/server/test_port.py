@@ -140,7 +140,7 @@ async def test_a_path_without_a_door_is_404_and_no_news(caplog: pytest.LogCaptur
 
 
 async def test_a_frame_over_the_limit_is_1009() -> None:
-    limits = replace(LIMITS, client_frame_bytes=10_000, openpi_frame_bytes=10_000)
+    limits = replace(LIMITS, client_frame_bytes=10_000)
     async with open_house(limits) as (house, port), connect(url(port)) as client:
         await received(client)
         await client.send("x" * 20_000)

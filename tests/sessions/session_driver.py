@@ -199,7 +199,7 @@ class Thinker:
         items = [*self.items[:keep], *new]
         if submit.params["side"] is not True:
             self.items = items
-        return items
+        return list(items)
 
     def forget(self, count: int) -> None:
         first = 1 if self.items and self.items[0][0] is Role.SYSTEM else 0
@@ -317,6 +317,10 @@ class Drive(Perform):
     @property
     def items(self) -> list[Item]:
         return self.talk.items
+
+    @property
+    def busy(self) -> bool:
+        return self.talk.busy
 
     @property
     def texts(self) -> list[str]:

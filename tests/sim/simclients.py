@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from simworld import MS, US, S, World
+
 from omni_live.runtime.orchestrator import UnavailableError
 from omni_live.sessions.admission import Admission, Admitted, Cost, Queued, Refused
 from omni_live.sessions.effects import Effect, Emit, Hold, Release, Replace, Unhold
@@ -11,7 +13,6 @@ from omni_live.sessions.events import Event
 from omni_live.sessions.inputs import Attached, Detached, EventAcked, Input
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import SessionKey, Stamp, session_key
-from simworld import MS, S, US, World
 
 
 @dataclass(frozen=True, slots=True)

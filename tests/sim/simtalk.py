@@ -7,10 +7,14 @@ KV and compares it, turn by turn, with what the session means it to stand for (G
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from simclients import Client, Desk, Frame
+from simworkers import Host, Make
+from simworld import MS, World
 
 from omni_live.sessions.continuity import Message, read_context
-from omni_live.sessions.conversation import Conversation, Exchange, Shape
+from omni_live.sessions.conversation import SIDE_LANE, Conversation, Exchange, Shape
 from omni_live.sessions.events import (
     AudioDelta,
     AudioTranscriptDelta,
@@ -40,14 +44,11 @@ from omni_live.sessions.inputs import (
     RespondAsked,
     TextAppended,
 )
-from omni_live.sessions.items import Modality, Role
+from omni_live.sessions.items import Item, Modality, Role
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import SessionKey, Stamp, session_key
-from simclients import Client, Desk, Frame
-from simworkers import Host, Make
-from simworld import MS, World
 
 RATE_HZ = 1000
 FRAME_MS = 32
@@ -207,6 +208,14 @@ class RecordedTalk(Conversation):
         self._judge.meant[exchange.stamp[:4]] = [(message.role, message.text) for message in messages]
         super()._submit(exchange, messages)
 
+    def _open_item(self, exchange: Exchange) -> Item:
+        if exchange.item is None and exchange.lane != SIDE_LANE:
+            now = {item.id: item.text for item in self.items if item.role is Role.ASSISTANT}
+            for message in exchange.messages:
+                meant = now.get(message.item_id, message.text)
+                assert message.text == meant, f"a reply speaks that was made on {message}, heard was {meant!r} (G8)"
+        return super()._open_item(exchange)
+
 
 @dataclass
 class Player:
@@ -337,6 +346,7 @@ class Talkative(Client):
                 assert set(array("h", pcm)) == {own}, f"{self.name} hears another session (G6)"
                 player = self.players.setdefault(response, Player())
                 assert start == player.due, f"{self.name}: sound from {start} after {player.due} (G7)"
+                assert not player.stopped, f"{self.name}: sound of {response}, which is cut (G1)"
                 player.play(len(pcm) // 2, self.world.now())
                 self.texts.setdefault(item, response)
             case AudioTranscriptDelta(response) | TextDelta(response):
@@ -352,8 +362,10 @@ class Talkative(Client):
         """The server cut a reply: stop playing it and say, once, how far it came."""
         response = self.texts.get(item, "")
         player = self.players.get(response, Player())
-        if not player.stopped and self.acks:
-            self.send(PlaybackAcked(float(player.stop(self.world.now())), response_id=response))
+        if not player.stopped:
+            played = player.stop(self.world.now())
+            if self.acks:
+                self.send(PlaybackAcked(float(played), response_id=response))
         self.heard[item] = (heard_ms, player.at(self.world.now()), response in self.players)
 
     # -- what must hold in the end

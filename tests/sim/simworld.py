@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from simworkers import Make, SimWorker
+
 from omni_live.config.plan import Plan
 from omni_live.runtime.orchestrator import Orchestrator
 from omni_live.runtime.ports import WorkerId
 from omni_live.runtime.slots import Slots
 from omni_live.sessions.stamp import Fence, SessionKey, Stamp
-from simworkers import Make, SimWorker
 
 US = 1_000
 MS = 1_000_000
@@ -68,7 +69,7 @@ class World:
 
     def __init__(self, plan: Plan, seed: int, make: Mapping[str, Make]) -> None:
         self.make = make
-        self.random = random.Random(seed)  # noqa: S311  # a schedule, no secret
+        self.random = random.Random(seed)  # a schedule, no secret
         self.counts: Counter[str] = Counter()
         self.trace: list[Note] = []
         self.workers: dict[WorkerId, SimWorker] = {}

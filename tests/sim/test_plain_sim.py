@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
+from simclients import Client, Desk, Faults, Frame, at_rest
+from simworkers import BrokenError, Host, Make
+from simworld import MS, S, World
 
 from omni_live.config.deploy import Deploy, PipelineDeploy, StageDeploy
 from omni_live.config.plan import Plan, plan
@@ -23,11 +26,8 @@ from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.plain import PlainSession
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import SessionKey, Stamp, session_key
-from simclients import Client, Desk, Faults, Frame, at_rest
-from simworkers import BrokenError, Host, Make
-from simworld import MS, S, World
 
-SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "").split()] or list(range(int(os.environ.get("RUNS", "12"))))
+SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "").split()] or list(range(int(os.environ.get("RUNS", "6"))))
 
 
 class Source(Make):
@@ -177,7 +177,9 @@ class Asker(Client):
             assert len(door.released) == 1, f"{self.name}: released {door.released} (G3)"
             said = self.recorded[key].said
             ends = [event for event in said if isinstance(event, TurnDone)]
-            refused = [event.event_id for event in said if isinstance(event, ErrorTold) and event.code == "mailbox_full"]
+            refused = [
+                event.event_id for event in said if isinstance(event, ErrorTold) and event.code == "mailbox_full"
+            ]
             ended = Counter([end.request_id for end in ends] + refused)
             assert ended == Counter(self.asked.get(key, ())), f"{self.name}: not one end for each request (G4)"
             for end in ends:
@@ -228,7 +230,9 @@ def whoever_loses_a_replica_is_told_and_nobody_else(world: World) -> None:
         if note.what == "told" and isinstance(note.detail, StageLost)
     )
     for seat, times in moves.items():
-        assert times - 1 <= tellings[seat], f"{seat} moved {times - 1} times and heard of it {tellings[seat]} times (G9)"
+        assert times - 1 <= tellings[seat], (
+            f"{seat} moved {times - 1} times and heard of it {tellings[seat]} times (G9)"
+        )
     home: dict[tuple[SessionKey, str], int] = {}
     lost: set[int] = set()
     previous: dict[tuple[SessionKey, str], int] = {}
@@ -245,7 +249,7 @@ def whoever_loses_a_replica_is_told_and_nobody_else(world: World) -> None:
 
 
 def run(world: World, clients: int, seconds: float, kinds: tuple[str, ...], poison: float = 0.0) -> list[Asker]:
-    """Clients live for so long while workers break, then calm returns: everyone is served, leaves, and nothing is left."""
+    """Clients live while workers break, then calm returns: everyone is served, leaves, and nothing is left."""
     desk = Desk(world, "chain")
     askers = [Asker(world, desk, f"client{index}", poison) for index in range(clients)]
     world.run(0.5)
@@ -258,7 +262,9 @@ def run(world: World, clients: int, seconds: float, kinds: tuple[str, ...], pois
     world.run(12)
     assert world.it.pools.is_ready()
     for asker in askers:
-        assert asker.session is None or not asker.session.busy, f"{asker.name} waits for a turn that never ends (G4, G9)"
+        assert asker.session is None or not asker.session.busy, (
+            f"{asker.name} waits for a turn that never ends (G4, G9)"
+        )
         asker.come_back()
     world.run(2)
     last = {asker: asker.ask(units=3) for asker in askers if asker.session is not None}

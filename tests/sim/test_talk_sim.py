@@ -2,9 +2,11 @@
 
 import os
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from simclients import Desk, Faults, at_rest
+from simtalk import CHUNK_MS, Code2Wav, Ears, Talkative, Talker, Thinker
+from simworld import S, World
 
 from omni_live.config.deploy import Deploy, PipelineDeploy, StageDeploy
 from omni_live.config.plan import Plan, plan
@@ -14,11 +16,8 @@ from omni_live.sessions.events import ResponseDone
 from omni_live.sessions.inputs import TextAppended
 from omni_live.sessions.items import ResponseStatus
 from omni_live.sessions.limits import Limits
-from simclients import Desk, Faults, at_rest
-from simtalk import CHUNK_MS, Code2Wav, Ears, Talkative, Talker, Thinker
-from simworld import S, World
 
-SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "").split()] or list(range(int(os.environ.get("RUNS", "12"))))
+SEEDS = [int(seed) for seed in os.environ.get("SEEDS", "").split()] or list(range(int(os.environ.get("RUNS", "6"))))
 
 LIMITS = Limits(
     max_sessions=4,
@@ -44,9 +43,7 @@ def placed(replicas: int = 2) -> Plan:
 def talk(seed: int, kinds: tuple[str, ...], seconds: float = 20, acks: bool = True) -> tuple[World, list[Talkative]]:
     """People talk while workers break; calm returns, everyone is answered once more, and nothing is left behind."""
     judge = Thinker()
-    world = World(
-        placed(), seed, {"ears": Ears(), "thinker": judge, "talker": Talker(), "code2wav": Code2Wav()}
-    )
+    world = World(placed(), seed, {"ears": Ears(), "thinker": judge, "talker": Talker(), "code2wav": Code2Wav()})
     desk = Desk(world, "voice")
     people = [Talkative(world, desk, f"person{index}", judge, acks) for index in range(5)]
     world.run(0.5)
@@ -68,7 +65,9 @@ def talk(seed: int, kinds: tuple[str, ...], seconds: float = 20, acks: bool = Tr
     for person in asked:
         if person.session is not None:
             last = [frame.event for frame in person.frames if isinstance(frame.event, ResponseDone)][-1:]
-            assert [event.response.status for event in last] == [ResponseStatus.COMPLETED], f"{person.name} is not answered"
+            assert [event.response.status for event in last] == [ResponseStatus.COMPLETED], (
+                f"{person.name} is not answered"
+            )
     for person in people:
         person.close()
     world.run(5)
@@ -85,6 +84,8 @@ def talk(seed: int, kinds: tuple[str, ...], seconds: float = 20, acks: bool = Tr
 def test_people_talk_and_the_model_sees_what_was_heard(seed: int) -> None:
     world, people = talk(seed, ())
     assert world.counts["workers_lost"] == 0
+    for what in ("turn_done", "turn_interrupted", "tentative_adopted"):
+        assert world.counts[what] > 0, f"nothing that leads to {what} happened"
     failed = [
         event
         for person in people

@@ -1,0 +1,69 @@
+"""What a session says follows from what was said to it and from its seed, not from when, how or beside whom."""
+
+import asyncio
+
+from .caller import DINNER, FRANCE, HEARS_HZ, PLANETS, Caller, session, settings, speech
+from .served import Served
+
+STORY = "Tell me a short story about a robot."
+
+
+async def typed(port: int, text: str = STORY, *, seed: int = 7, binary: bool = False, **more: object) -> bytes:
+    """The sound of the answer to a session's first words."""
+    async with session(port, settings(seed, **more), binary=binary) as caller:
+        response = await caller.ask(text)
+        return caller.audio(response["id"])
+
+
+async def test_G10_the_same_text_with_the_same_seed_gives_the_same_bytes(voice: Served) -> None:
+    once = await typed(voice.port)
+    assert once
+    assert await typed(voice.port) == once
+    assert await typed(voice.port, seed=8) != once
+
+
+async def test_JSON_and_msgpack_carry_the_same_sound(voice: Served) -> None:
+    assert await typed(voice.port, binary=True) == await typed(voice.port, binary=False)
+
+
+async def test_pacing_changes_when_a_reply_comes_and_nothing_of_it(voice: Served) -> None:
+    assert await typed(voice.port, lead_ms=300) == await typed(voice.port, lead_ms=0)
+
+
+async def _live(caller: Caller, pcm: bytes) -> None:
+    """As a microphone gives it, 20 ms at a time."""
+    size = 2 * HEARS_HZ // 50
+    due = asyncio.get_running_loop().time()
+    for at in range(0, len(pcm), size):
+        await caller.send("input_audio_buffer.append", audio=pcm[at : at + size])
+        due += 0.02
+        await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
+
+
+async def test_speech_in_real_time_and_all_at_once_is_answered_alike(voice: Served) -> None:
+    async with session(voice.port) as hasty, session(voice.port) as live:
+        at_once = await hasty.speak(FRANCE)
+        await _live(live, speech(FRANCE))
+        in_time = await live.answer()
+        assert live.transcripts() == hasty.transcripts() == ["What is the capital city of France?"]
+        assert live.audio(in_time["id"]) == hasty.audio(at_once["id"]) != b""
+
+
+async def test_G6_sessions_that_speak_at_once_hear_what_they_would_hear_alone(voice: Served) -> None:
+    names = (FRANCE, PLANETS, DINNER)
+    alone: list[tuple[list[str], str, bytes]] = []
+    for name in names:
+        async with session(voice.port) as caller:
+            alone.append(_outcome(caller, await caller.speak(name)))
+    async with session(voice.port) as one, session(voice.port) as two, session(voice.port) as three:
+        callers = (one, two, three)
+        spoken = [caller.speak(name) for caller, name in zip(callers, names, strict=True)]
+        together = [_outcome(*pair) for pair in zip(callers, await asyncio.gather(*spoken), strict=True)]
+    assert len({words for _, words, _ in alone}) == 3
+    assert [(heard, words) for heard, words, _ in together] == [(heard, words) for heard, words, _ in alone]
+    assert [sound for *_, sound in together] == [sound for *_, sound in alone]
+
+
+def _outcome(caller: Caller, response: dict[str, object]) -> tuple[list[str], str, bytes]:
+    response_id = str(response["id"])
+    return caller.transcripts(), caller.words(response_id), caller.audio(response_id)
