@@ -89,6 +89,10 @@ Decision = Announce | HoldReply | GoOnReply | Interrupt | Try | GiveUpTry | Comm
 LET_GO_MS = 256
 """Silence after which a held reply goes on: longer than the gaps inside a phrase."""
 
+UNFINISHED = 0.4
+FINISHED = 0.7
+"""Measured on speech with pauses put in: between these scores pauses in the midst and true ends overlap."""
+
 USUAL_WEIGHT = 0.3
 """How much the latest utterance counts for the user's usual level."""
 
@@ -297,9 +301,13 @@ class Floor:
 
 
 def patience_ms(detection: TurnDetection, heard: Heard | None) -> float:
-    """How long a pause must be to end the turn: the shorter, the more finished the sentence seems."""
+    """How long a pause must be to end the turn: the shorter, the more finished the sentence seems.
+
+    Below `UNFINISHED` and above `FINISHED` a score says no more than that it lies there.
+    """
     longest = detection.silence_duration_ms
     if heard is None or not heard.text:
         return longest
     shortest = min(detection.min_silence_ms, longest)
-    return longest - (longest - shortest) * heard.completeness
+    surely = min(1.0, max(0.0, (heard.completeness - UNFINISHED) / (FINISHED - UNFINISHED)))
+    return longest - (longest - shortest) * surely

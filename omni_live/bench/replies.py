@@ -1,10 +1,11 @@
 """Users who listen to long replies: what must not stop one, what must stop it and how fast, and a long conversation.
 
-The replies are asked for in writing, so that each is there at once; whatever happens during them is sound.
+The replies are asked for in writing, so that each is there at once; whatever happens during them is sound. Each has a
+session of its own, because a small model that finds half sentences in its history soon has nothing left to say.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from omni_live.bench.server import Endpoint
 from omni_live.bench.timeline import CANCELLED, Silencing, content_ns, others_began
 from omni_live.bench.wavs import ECHO_DB, RATE_HZ, level_db, mhm, noise
 from omni_live.clients.clock import MS
-from omni_live.clients.duplex_events import ReplyStarted, Sound
+from omni_live.clients.duplex_events import Sound
 from omni_live.clients.turns import Utterance
 
 LONG: Final = (
@@ -23,7 +24,7 @@ LONG: Final = (
     "Explain in detail how a bicycle works.",
     "Tell me about the history of ships, in ten sentences.",
 )
-"""Prompts with long replies, in turn: asked the same again, a model may be brief."""
+"""Prompts with long replies."""
 QUESTION: Final = "What do you like about the sea in summer?"
 SMALL_TALK: Final = (
     "Hello, my name is Anna.",
@@ -45,8 +46,8 @@ EARLY, LATE, DISTURBED = 2, 12, 7
 DISTURBANCES: Final = ("mhm", "noise", "echo")
 ECHO_S: Final = 2.5
 NOISE_S: Final = 1.0
-TRIES: Final = 3
-"""A reply may be over before it could be stopped: so often it is tried."""
+AFTER_S: Final = 1.0
+"""So long after a sound a reply that it ended would be over."""
 SETTLE_S: Final = 0.3
 """After a reply was stopped, content that comes late has so long to come."""
 LEAD_IN: Final = RATE_HZ // 10
@@ -55,11 +56,10 @@ FIRST_S, LAST_S = 0.1, 3.0
 """Moments at which replies are stopped, from their first sound."""
 
 
-async def long_reply(caller: Caller) -> str:
-    """Ask for a long reply and wait for its first sound; its id."""
+async def long_reply(caller: Caller, number: int) -> str:
+    """Ask for a long reply, another for each number, and wait for its first sound; its id."""
     since = len(caller.events)
-    asked = sum(isinstance(event, ReplyStarted) for event in caller.events)
-    await caller.session.text(LONG[asked % len(LONG)])
+    await caller.session.text(LONG[number % len(LONG)])
     response_id = await caller.reply(since)
     await caller.content(response_id)
     return response_id
@@ -75,7 +75,7 @@ async def stop(caller: Caller, response_id: str) -> None:
 
 async def introduce(caller: Caller, utterance: Utterance) -> None:
     """Say something, so that the server knows the user's voice, and stop the reply to it."""
-    await caller.finished(caller.say(utterance.pcm))
+    caller.say(utterance.pcm[: utterance.speech_end])
     await stop(caller, await caller.reply(0))
 
 
@@ -86,24 +86,21 @@ async def disturb(site: Site, kind: str, utterance: Utterance, trials: int, seed
     """While replies play something sounds: `mhm`, `noise` or `echo`. For each reply, whether it was cancelled."""
     rng = np.random.default_rng(seed)
     cancelled: list[bool] = []
-    async with site.caller() as caller:
-        await introduce(caller, utterance)
-        for _ in range(trials):
-            outcome = None
-            for _ in range(TRIES):
-                if outcome is None:
-                    outcome = await _disturb_once(caller, kind, level_db(utterance.pcm), rng)
-            cancelled.extend([] if outcome is None else [outcome])
-            step()
+    for number in range(trials):
+        async with site.caller() as caller:
+            await introduce(caller, utterance)
+            response_id = await long_reply(caller, number)
+            await caller.pause(float(rng.uniform(0.3, 1.0)))
+            if caller.ended(response_id) is None:
+                await _sound(caller, kind, response_id, level_db(utterance.pcm), rng)
+                await caller.pause(AFTER_S)
+                ended = caller.ended(response_id)
+                cancelled.append(ended is not None and ended.status == CANCELLED)
+        step()
     return cancelled
 
 
-async def _disturb_once(caller: Caller, kind: str, user_db: float, rng: np.random.Generator) -> bool | None:
-    """Whether the reply was cancelled; None where it was over before anything sounded."""
-    response_id = await long_reply(caller)
-    await caller.pause(float(rng.uniform(0.3, 1.0)))
-    if caller.ended(response_id) is not None:
-        return None
+async def _sound(caller: Caller, kind: str, response_id: str, user_db: float, rng: np.random.Generator) -> None:
     match kind:
         case "echo":
             caller.echo_gain = 10 ** ((user_db + ECHO_DB - _reply_db(caller, response_id)) / 20)
@@ -113,10 +110,6 @@ async def _disturb_once(caller: Caller, kind: str, user_db: float, rng: np.rando
             await caller.finished(caller.say(mhm(user_db)))
         case _:
             await caller.finished(caller.say(noise(str(rng.choice(["white", "pink"])), NOISE_S, rng)))
-    await caller.pause(1.0)
-    ended = caller.ended(response_id)
-    await stop(caller, response_id)
-    return ended is not None and ended.status == CANCELLED
 
 
 def _reply_db(caller: Caller, response_id: str) -> float:
@@ -132,26 +125,37 @@ def _reply_db(caller: Caller, response_id: str) -> float:
 async def cancel_replies(site: Site, trials: int, step: Step) -> list[Silencing]:
     """Replies are stopped by response.cancel at moments spread over their first three seconds."""
     found: list[Silencing] = []
-    async with site.caller() as caller:
-        for moment_s in moments(trials):
-            found.extend(await _until_stopped(moment_s, lambda at_s: _cancel_once(caller, site.endpoint, at_s)))
-            step()
+    for number, moment_s in enumerate(moments(trials)):
+        async with site.caller() as caller:
+            response_id = await long_reply(caller, number)
+            await caller.pause(moment_s)
+            if caller.ended(response_id) is None:
+                cue_ns = caller.now_ns()
+                await caller.session.cancel(response_id)
+                found += await _silencing(caller, site.endpoint, response_id, cue_ns)
+        step()
     return found
 
 
 async def interrupt_replies(site: Site, utterances: Sequence[Utterance], trials: int, step: Step) -> list[Silencing]:
     """Replies are interrupted by speech that begins at moments spread over their first three seconds.
 
-    One session for each recording, since a user has one voice.
+    The server has heard the voice before.
     """
     found: list[Silencing] = []
-    for index, utterance in enumerate(utterances[:trials]):
+    for number, moment_s in enumerate(moments(trials)):
+        utterance = utterances[number % len(utterances)]
+        lead_in = min(LEAD_IN, utterance.speech_start)
         async with site.caller() as caller:
             await introduce(caller, utterance)
-            interrupt = _Interruption(caller, site.endpoint, utterance)
-            for moment_s in moments(trials)[index :: len(utterances)]:
-                found.extend(await _until_stopped(moment_s, interrupt.once))
-                step()
+            response_id = await long_reply(caller, number)
+            await caller.pause(moment_s)
+            if caller.ended(response_id) is None:
+                saying = caller.say(utterance.pcm[utterance.speech_start - lead_in :])
+                await caller.until(lambda saying=saying: saying.at > lead_in or None, 5.0, "the microphone")
+                await caller.end(response_id)
+                found += await _silencing(caller, site.endpoint, response_id, saying.sent_ns(lead_in))
+        step()
     return found
 
 
@@ -159,59 +163,17 @@ def moments(count: int) -> list[float]:
     return [float(moment_s) for moment_s in np.linspace(FIRST_S, LAST_S, count)]
 
 
-async def _until_stopped(moment_s: float, once: Callable[[float], Awaitable[Silencing | None]]) -> list[Silencing]:
-    """Try it, earlier each time, until the reply was still going on; nothing where none was."""
-    for halved in range(TRIES):
-        silencing = await once(moment_s / 2**halved)
-        if silencing is not None:
-            return [silencing]
-    return []
-
-
-async def _cancel_once(caller: Caller, endpoint: Endpoint, moment_s: float) -> Silencing | None:
-    response_id = await long_reply(caller)
-    await caller.pause(moment_s)
-    if caller.ended(response_id) is not None:
-        return None
-    cue_ns = caller.now_ns()
-    await caller.session.cancel(response_id)
-    return await _silencing(caller, endpoint, response_id, cue_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Interruption:
-    caller: Caller
-    endpoint: Endpoint
-    utterance: Utterance
-
-    async def once(self, moment_s: float) -> Silencing | None:
-        """Interrupt a reply, then stop the reply to the interruption."""
-        caller, utterance = self.caller, self.utterance
-        response_id = await long_reply(caller)
-        await caller.pause(moment_s)
-        since = len(caller.events)
-        lead_in = min(LEAD_IN, utterance.speech_start)
-        saying = caller.say(utterance.pcm[utterance.speech_start - lead_in :])
-        await caller.until(lambda: saying.at > lead_in or None, 5.0, "the microphone")
-        cue_ns = saying.sent_ns(lead_in)
-        await caller.end(response_id)
-        silencing = await _silencing(caller, self.endpoint, response_id, cue_ns)
-        await caller.finished(saying)
-        await stop(caller, await caller.reply(since))
-        return silencing
-
-
-async def _silencing(caller: Caller, endpoint: Endpoint, response_id: str, cue_ns: int) -> Silencing | None:
-    """What came of the reply around the cue; None where it was not cancelled."""
+async def _silencing(caller: Caller, endpoint: Endpoint, response_id: str, cue_ns: int) -> list[Silencing]:
+    """What came of the reply around the cue; nothing where it was not cancelled."""
     ended = await caller.end(response_id)
     await caller.pause(SETTLE_S)
     handed_ns = await endpoint.last_handed_ns()
-    arrived = content_ns(caller.events, response_id)
     if ended.status != CANCELLED:
-        return None
+        return []
+    arrived = content_ns(caller.events, response_id)
     if others_began((event for event in caller.events if event.at_ns >= cue_ns), response_id):
         handed_ns = None  # the server's record is of the other reply already
-    return Silencing(cue_ns, arrived[-1] if arrived else None, handed_ns)
+    return [Silencing(cue_ns, arrived[-1] if arrived else None, handed_ns)]
 
 
 # -- a long conversation ---------------------------------------------------------------------------------------------

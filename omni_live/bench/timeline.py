@@ -134,6 +134,13 @@ class Silencing:
         last_ns = self.arrived_ns if self.handed_ns is None else self.handed_ns
         return max(0.0, ((last_ns or self.cue_ns) - self.cue_ns) / MS)
 
+    @property
+    def lag_ms(self) -> float | None:
+        """How long the last content took from the server to the client's hand; None where it is not known."""
+        if self.arrived_ns is None or self.handed_ns is None:
+            return None
+        return (self.arrived_ns - self.handed_ns) / MS
+
 
 def growth(early_ms: Iterable[float], late_ms: Iterable[float]) -> float | None:
     """The median of the later values over that of the earlier ones."""

@@ -27,9 +27,9 @@ from omni_live.clients.wav import Wave
 
 SECTIONS: Final = ("alone", "four", "eight", "cutoffs", "false", "silence", "ttft", "idle")
 PAUSES: Final = 24
-FALSE_TRIALS: Final = 5
+FALSE_TRIALS: Final = 4
 """Of each of the three kinds."""
-SILENCE_TRIALS: Final = 22
+SILENCE_TRIALS: Final = 21
 """Of each of the two kinds."""
 IDLE_S: Final = 10.0
 IDLE_AFTER_S: Final = 2.0
@@ -209,6 +209,9 @@ class Bench:
         cancels = await replies.cancel_replies(site, SILENCE_TRIALS, self._progress.step)
         speech = await replies.interrupt_replies(site, self._utterances, SILENCE_TRIALS, self._progress.step)
         self.notes.append(f"silence: {len(cancels)} replies stopped by a cancel, {len(speech)} by speech")
+        lag_ms = worst(one.lag_ms for one in (*cancels, *speech))
+        if lag_ms is not None:
+            self.notes.append(f"silence: content reached the client at most {lag_ms:.0f} ms after it was handed out")
         return silence(cancels, speech)
 
     # -- the rest --------------------------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from omni_live.sessions.limits import GIB, KIB, MIB, Limits
 
 T = TypeVar("T")
 
+CONNECTORS = (Connector.AUTO, Connector.SHARED_MEMORY)
+"""What the workers know to use. If you add a connector to the runtime, also add it here."""
+
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
@@ -190,6 +193,8 @@ def _edge(edge: EdgeSpec, wanted: EdgeDeploy | None, fused: Sequence[Sequence[st
         edge.producer in group and edge.consumer in group for group in fused
     ):
         raise ConfigError(wanted.at, "both ends share a worker, so payloads go by reference: leave the connector out")
+    if wanted.connector not in (None, *CONNECTORS):
+        raise ConfigError(wanted.at, f"the workers of one machine speak {', '.join(CONNECTORS)} only")
     return replace(
         edge,
         handover=_or(wanted.handover, edge.handover),

@@ -158,6 +158,12 @@ def test_the_server_s_own_record_goes_before_the_client_s() -> None:
     assert Silencing(100 * MS, 130 * MS, 102 * MS).ms == pytest.approx(2.0)
 
 
+def test_the_lag_is_from_the_server_s_record_to_the_client_s() -> None:
+    assert Silencing(0, 130 * MS, 127 * MS).lag_ms == pytest.approx(3.0)
+    assert Silencing(0, None, 127 * MS).lag_ms is None
+    assert Silencing(0, 130 * MS, None).lag_ms is None
+
+
 def test_a_reply_that_was_silent_at_the_cue_took_no_time() -> None:
     assert Silencing(100 * MS, 90 * MS, 89 * MS).ms == 0.0
     assert Silencing(100 * MS, None, None).ms == 0.0

@@ -1,6 +1,7 @@
 """The deploy file: what it may say, and that each thing it may not say is one line with file, line and key."""
 
 import math
+import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
@@ -8,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_live.config.deploy import Balance, Deploy, Door, Server, is_loopback, load, loads
+from omni_live.config.deploy import (
+    Balance,
+    Deploy,
+    Door,
+    EdgeDeploy,
+    PipelineDeploy,
+    Server,
+    StageDeploy,
+    is_loopback,
+    load,
+    loads,
+)
 from omni_live.config.document import ConfigError
 from omni_live.pipelines.spec import Connector, Handover
 from omni_live.sessions.limits import MIB, Limits
@@ -299,3 +311,15 @@ def test_whatever_stands_in_a_file_it_is_read_or_refused_in_one_line(stage: dict
         lines = [f"a lease of {deploy.limits.idle_lease_s} s"]
         assert math.isfinite(deploy.limits.idle_lease_s)
     assert len(lines) == 1
+
+
+def test_the_page_of_the_configuration_has_every_key_with_the_servers_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = {
+        key: default
+        for keys, default in re.findall(r"^\| (`[^|]+`) \| ([^|]*) \|", page, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", keys)
+    }
+    known = {one.name for kind in (Server, StageDeploy, EdgeDeploy, PipelineDeploy) for one in fields(kind)}
+    assert set(rows) == known - {"at", "name"} | {"device"}
+    assert (rows["host"], rows["port"]) == (Server().host, str(Server().port))

@@ -111,6 +111,7 @@ def test_devices_are_dealt_out_to_the_replicas(stage: str, expected: list[tuple[
             "stages.code2wav.threads: differs from that of a stage in the same worker",
         ),
         ("edges:\n      talker->code2wav: {connector: ray}", 4, "both ends share a worker"),
+        ("edges:\n      thinker->talker: {connector: ray}", 4, "one machine speak auto, shared_memory only"),
     ],
 )
 def test_what_does_not_fit_the_pipeline_is_refused_where_it_stands(voice: str, line: int, expected: str) -> None:

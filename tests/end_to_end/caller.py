@@ -273,3 +273,27 @@ async def resume(caller: Caller, before: Caller, seen: int | None = None, sent: 
         last_received_server_event_seq=before.last_seq if seen is None else seen,
         last_sent_input_seq=sent,
     )
+
+
+async def items(caller: Caller) -> list[dict[str, Any]]:
+    """The conversation as the session holds it."""
+    added = [event["item"]["id"] for event in caller.of("conversation.item.added")]
+    return [await caller.item(item_id) for item_id in added]
+
+
+async def retold(
+    port: int, told: list[dict[str, Any]], question: str, wanted: Mapping[str, Any] | None = None
+) -> str:
+    """What a fresh session answers that was told the same conversation."""
+    async with session(port, wanted) as caller:
+        for item in told:
+            parts = [{"type": part["type"], **_said(part)} for part in item["content"]]
+            if any(text for part in parts for text in _said(part).values()):
+                fresh = {"type": "message", "role": item["role"], "content": parts}
+                await caller.send("conversation.item.create", item=fresh)
+        response = await caller.ask(question)
+        return caller.words(response["id"])
+
+
+def _said(part: dict[str, Any]) -> dict[str, str]:
+    return {key: part[key] for key in ("text", "transcript") if key in part}

@@ -62,11 +62,11 @@ async def talking(
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["msgpack", "json"])
-@pytest.mark.parametrize("lead_ms", [0, 200], ids=["at once", "paced"])
+@pytest.mark.parametrize(("lead_ms", "tokens"), [(0, 40), (200, 20)], ids=["at once", "paced"])
 async def test_G7_a_reply_over_dropped_sockets_is_sample_for_sample_the_same(
-    voice: Served, binary: bool, lead_ms: int
+    voice: Served, binary: bool, lead_ms: int, tokens: int
 ) -> None:
-    options = Options(max_output_tokens=40, omni_live={"seed": 7, "lead_ms": lead_ms})
+    options = Options(max_output_tokens=tokens, omni_live={"seed": 7, "lead_ms": lead_ms})
     async with talking(voice, options=options) as held:
         await held.session.text(STORY)
         undisturbed = await held.until_answered()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..end_to_end.caller import DINNER, FRANCE, Caller, session, settings, silence, speech
+from ..end_to_end.caller import DINNER, FRANCE, items, retold, session, settings, silence, speech
 from ..end_to_end.served import Served, wait_until
 from ..end_to_end.warm import warm_server
 
@@ -33,28 +33,6 @@ def kill(pid: int) -> float:
     """Kill it; when that was."""
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
-
-
-async def items(caller: Caller) -> list[dict[str, Any]]:
-    """The conversation as the session holds it."""
-    added = [event["item"]["id"] for event in caller.of("conversation.item.added")]
-    return [await caller.item(item_id) for item_id in added]
-
-
-async def retold(port: int, told: list[dict[str, Any]], question: str) -> str:
-    """What a fresh session answers that was told the same conversation."""
-    async with session(port) as caller:
-        for item in told:
-            parts = [{"type": part["type"], **_said(part)} for part in item["content"]]
-            if any(text for part in parts for text in _said(part).values()):
-                fresh = {"type": "message", "role": item["role"], "content": parts}
-                await caller.send("conversation.item.create", item=fresh)
-        response = await caller.ask(question)
-        return caller.words(response["id"])
-
-
-def _said(part: dict[str, Any]) -> dict[str, str]:
-    return {key: part[key] for key in ("text", "transcript") if key in part}
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])

@@ -115,13 +115,16 @@ class Aligner:
         for word in text.split():
             heads.append(len(ids))
             ids += self._tokens.encode(f" {word}", add_special_tokens=False).ids
-        window = ctranslate2.StorageView.from_array(log_mel(speech, 30.0)[None])
+        window = ctranslate2.StorageView.from_array(log_mel(speech, len(speech) / RATE_HZ + 3.0)[None])
         pairs = self._model.align(window, [self._start], [ids], len(speech) // 160)[0].alignments
         begins = {token: frame * 320 for token, frame in reversed(pairs)}
         level = np.convolve(speech**2, np.full(160, 1 / 160), "same")
         places = [begins[head] for head in heads[1:] if head in begins]
         spans = [(max(0, place - 1120), min(len(speech) - 1, place + 1120)) for place in places]
         return [low + int(level[low:high:80].argmin()) * 80 for low, high in spans if high - low > 400]
+
+    def close(self) -> None:
+        self._model.unload_model()
 
 
 def hesitation(voices: Voices, text: str, dice: random.Random) -> F32 | None:
@@ -201,8 +204,8 @@ class Ears:
         self._whisper.close()
 
 
-def synthetic(ears: Ears, dice: random.Random) -> Iterator[Case | None]:
-    voices, aligner = Voices(dice), Aligner()
+def synthetic(ears: Ears, aligner: Aligner, dice: random.Random) -> Iterator[Case | None]:
+    voices = Voices(dice)
     sentences = (DATA / "completeness" / "sentences.txt").read_text().splitlines()
     phrases = (DATA / "completeness" / "phrases.txt").read_text().splitlines()
     for number, text in enumerate(sentences):
@@ -222,8 +225,7 @@ def synthetic(ears: Ears, dice: random.Random) -> Iterator[Case | None]:
             yield ears.case(trimmed(say(text), dice), "phrase", number, over=True)
 
 
-def recorded(ears: Ears) -> Iterator[Case | None]:
-    aligner = Aligner()
+def recorded(ears: Ears, aligner: Aligner) -> Iterator[Case | None]:
     for number, told in enumerate(json.loads((DATA / "voice" / "transcripts.json").read_text())):
         pcm = read((DATA / "voice" / told["file"]).read_bytes())
         speech = pcm[int(told["speech_start_s"] * RATE_HZ) : int(told["speech_end_s"] * RATE_HZ)]
@@ -257,7 +259,7 @@ def scored(x: F64, weights: F64) -> F64:
 
 
 def held_out(x: F64, over: F64, sentence: NDArray[np.int64]) -> tuple[F64, F64]:
-    """Scores by weights that have not seen the sentence, and the weights of all. Recordings (below 0) are never seen."""
+    """Scores by weights that have not seen the sentence, and the weights of all; recordings (below 0) stay unseen."""
     scores, known = np.zeros(len(x)), sentence >= 0
     for fold in range(5):
         inside = known & (sentence % 5 == fold)
@@ -276,8 +278,10 @@ def table(title: str, scores: F64, kinds: NDArray[np.str_]) -> None:
 
 
 def main() -> None:
-    ears = Ears()
-    cases = [case for case in (*synthetic(ears, random.Random(1)), *recorded(ears)) if case is not None]
+    ears, aligner = Ears(), Aligner()
+    heard = (*synthetic(ears, aligner, random.Random(1)), *recorded(ears, aligner))
+    cases = [case for case in heard if case is not None]
+    aligner.close()
     ears.close()
     x = np.array([case.features for case in cases])
     over = np.array([float(case.over) for case in cases])

@@ -69,12 +69,15 @@ from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload
 from omni_live.sessions.plain import PlainSession
 from omni_live.sessions.session import Session
-from omni_live.sessions.settings import Settings
+from omni_live.sessions.settings import Settings, TurnDetection
 from omni_live.sessions.stamp import Fence, Stamp
 
 MS = 1_000_000
 S = 1000 * MS
 FRAME = 512
+BRISK_DETECTION = TurnDetection(silence_duration_ms=500, min_silence_ms=400)
+BRISK = Settings(turn_detection=BRISK_DETECTION)
+"""What the scenarios' pauses are made for."""
 """Samples of a microphone frame: 32 ms."""
 HEARS = 16
 SPEAKS = 24
@@ -281,7 +284,7 @@ class Drive(Perform):
     ) -> None:
         now = 5_000 * S
         talk = Conversation(
-            "sess_1", SLOT, GENERATION, limits or Limits(), CountedIds(), now, settings or Settings(), shape or Shape()
+            "sess_1", SLOT, GENERATION, limits or Limits(), CountedIds(), now, settings or BRISK, shape or Shape()
         )
         super().__init__(talk, now)
         self.talk = talk
@@ -573,5 +576,5 @@ def closing(effects: list[Effect]) -> bool:
     )
 
 
-QUIET = replace(Settings(), turn_detection=None)
+QUIET = replace(BRISK, turn_detection=None)
 """The client commits by hand."""

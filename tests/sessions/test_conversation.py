@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from session_driver import FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
+from session_driver import BRISK, BRISK_DETECTION, FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
 
 from omni_live.sessions.conversation import MAX_ITEMS, MAX_TEXT, SIDE_LANE, Shape
 from omni_live.sessions.effects import Abort, Credit, Emit, Feed, Hold, RaiseFence, Submit, Unhold
@@ -42,7 +42,7 @@ from omni_live.sessions.inputs import (
 from omni_live.sessions.items import Item, ItemStatus, Modality, ResponseStatus, Role
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload
-from omni_live.sessions.settings import Overlap, Settings, TurnDetection
+from omni_live.sessions.settings import Overlap, Settings
 from omni_live.sessions.stamp import LANES
 
 USER, ASSISTANT, SYSTEM = Role.USER, Role.ASSISTANT, Role.SYSTEM
@@ -87,7 +87,7 @@ def storytelling(drive: Drive, chunks: int = 9) -> Voice:
 
 
 def test_a_polite_second_turn_continues_the_first(start: Start) -> None:
-    drive = start(settings=Settings(instructions="Be brief."))
+    drive = start(settings=replace(BRISK, instructions="Be brief."))
     drive.user.turn("How are you?")
     replied(drive, "Fine, thanks. ")
     drive.user.turn("What time is it?")
@@ -132,7 +132,7 @@ def test_a_spoken_turn_leaves_at_the_voice_and_a_written_one_at_the_thinker(
 
 
 def test_a_text_turn_is_told_as_it_comes_and_kept(start: Start) -> None:
-    drive = start(settings=Settings(modality=Modality.TEXT))
+    drive = start(settings=replace(BRISK, modality=Modality.TEXT))
     drive.tell(TextAppended("Hello."))
     voice = drive.voice()
     voice.write("Good ")
@@ -148,7 +148,7 @@ def test_a_text_turn_is_told_as_it_comes_and_kept(start: Start) -> None:
 
 
 def test_a_cancelled_text_turn_keeps_what_was_told(start: Start) -> None:
-    drive = start(settings=Settings(modality=Modality.TEXT))
+    drive = start(settings=replace(BRISK, modality=Modality.TEXT))
     drive.tell(TextAppended("Hello."))
     drive.voice().write("Good ")
     drive.tell(CancelAsked())
@@ -157,13 +157,13 @@ def test_a_cancelled_text_turn_keeps_what_was_told(start: Start) -> None:
 
 
 def test_a_response_may_have_instructions_a_seed_and_a_length_of_its_own(start: Start) -> None:
-    drive = start(settings=Settings(instructions="Be brief.", seed=3, max_output_tokens=50, temperature=0.5))
+    drive = start(settings=replace(BRISK, instructions="Be brief.", seed=3, max_output_tokens=50, temperature=0.5))
     drive.tell(TextAppended("Hello.", respond=False))
     drive.tell(RespondAsked(instructions="Shout.", max_output_tokens=7, seed=4))
     assert drive.seen[-1][0] == (SYSTEM, "Shout.")
     params = drive.submits[0].params
     assert (params["max_tokens"], params["temperature"], params["side"]) == (7, 0.5, False)
-    other = start(settings=Settings(seed=4))
+    other = start(settings=replace(BRISK, seed=4))
     other.tell(TextAppended("Hello."))
     assert other.submits[0].params["seed"] == params["seed"]
     drive.tell(CancelAsked(), RespondAsked())
@@ -229,7 +229,7 @@ def test_a_tentative_turn_emits_nothing_and_goes_out_at_once_when_the_pause_hold
 
 
 def test_a_tentative_text_turn_tells_what_it_had_when_it_is_adopted(start: Start) -> None:
-    drive = start(settings=Settings(modality=Modality.TEXT))
+    drive = start(settings=replace(BRISK, modality=Modality.TEXT))
     drive.user.speak(800)
     drive.user.pause(192, "What time is it?")
     voice = drive.voice()
@@ -275,8 +275,8 @@ def test_a_tentative_turn_on_another_text_than_the_final_one_is_discarded(start:
     "meanwhile",
     [
         ItemCreateAsked(Item("", SYSTEM, "Answer in French.", spoken=False), "root"),
-        SettingsAsked(Settings(instructions="Answer in French.")),
-        SettingsAsked(Settings(temperature=1.0)),
+        SettingsAsked(replace(BRISK, instructions="Answer in French.")),
+        SettingsAsked(replace(BRISK, temperature=1.0)),
     ],
     ids=["an item", "instructions", "temperature"],
 )
@@ -316,7 +316,7 @@ def test_a_tentative_turn_that_fails_is_begun_anew_at_the_commit(start: Start) -
 
 
 def test_no_turn_is_tried_where_no_answer_follows(start: Start) -> None:
-    drive = start(settings=Settings(turn_detection=replace(TurnDetection(), create_response=False)))
+    drive = start(settings=replace(BRISK, turn_detection=replace(BRISK_DETECTION, create_response=False)))
     drive.user.turn("What time is it?")
     assert drive.submits == []
     assert drive.texts == ["What time is it?"]
@@ -429,7 +429,7 @@ def test_a_client_that_falls_silent_for_good_does_not_hold_its_reply_forever(sta
 
 
 def test_speech_after_the_reply_is_done_truncates_it_and_leaves_the_turn_done(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     voice = storytelling(drive)
     at = drive.now
     voice.end()
@@ -446,7 +446,7 @@ def test_speech_after_the_reply_is_done_truncates_it_and_leaves_the_turn_done(st
 
 
 def test_g1_what_waits_to_be_sent_of_a_reply_that_is_done_is_stale_after_a_barge_in(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     storytelling(drive).end()
     content = next(emit.content for emit in drive.emits if isinstance(emit.event, AudioDelta))
     assert content is not None
@@ -457,7 +457,7 @@ def test_g1_what_waits_to_be_sent_of_a_reply_that_is_done_is_stale_after_a_barge
 
 
 def test_after_a_barge_in_the_next_words_are_no_overlap_any_more(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     storytelling(drive).end()
     drive.user.speak(736)
     drive.user.pause(512, "")
@@ -468,7 +468,7 @@ def test_after_a_barge_in_the_next_words_are_no_overlap_any_more(start: Start) -
 
 
 def test_a_reply_that_was_cut_is_not_cut_again_further_on(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     voice = storytelling(drive)
     voice.end()
     drive.pass_ms(600)
@@ -491,7 +491,7 @@ def test_a_client_that_finds_the_barge_in_itself_is_believed(start: Start) -> No
 
 
 def test_a_barge_in_of_the_client_cuts_both_the_reply_that_plays_and_the_turn_that_thinks(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     voice = storytelling(drive)
     voice.end()
     drive.pass_ms(300)
@@ -502,7 +502,7 @@ def test_a_barge_in_of_the_client_cuts_both_the_reply_that_plays_and_the_turn_th
 
 
 def test_a_barge_in_while_the_next_turn_thinks_and_the_last_reply_plays_restarts_nothing(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     storytelling(drive).end()
     drive.pass_ms(300)
     drive.tell(RespondAsked())
@@ -525,8 +525,8 @@ def test_speech_while_the_turn_thinks_interrupts_it_before_its_first_sound(start
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(overlap=Overlap(listen_only=True)),
-        Settings(turn_detection=replace(TurnDetection(), interrupt_response=False)),
+        replace(BRISK, overlap=Overlap(listen_only=True)),
+        replace(BRISK, turn_detection=replace(BRISK_DETECTION, interrupt_response=False)),
     ],
     ids=["listen_only", "interrupt_response false"],
 )
@@ -547,7 +547,7 @@ def test_speech_that_may_not_interrupt_is_answered_when_the_reply_is_over(start:
 
 
 def test_an_answer_that_is_owed_waits_for_whoever_speaks(start: Start) -> None:
-    drive = start(settings=Settings(overlap=Overlap(listen_only=True)))
+    drive = start(settings=replace(BRISK, overlap=Overlap(listen_only=True)))
     voice = storytelling(drive)
     drive.user.turn("And the queen?", ms=736)
     drive.user.speak(1500)
@@ -640,7 +640,7 @@ def test_a_late_acknowledgement_restarts_a_turn_that_thinks_on_the_corrected_con
 
 
 def test_an_acknowledgement_that_names_nothing_is_about_what_plays_and_not_about_what_thinks(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     voice = storytelling(drive)
     voice.end()
     drive.tell(RespondAsked(), PlaybackAcked(500.0))
@@ -668,7 +668,7 @@ def test_every_acknowledgement_is_answered_and_not_journaled(start: Start) -> No
 
 
 def test_a_reply_that_is_too_long_ends_as_incomplete_and_is_counted(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0), limits=Limits(max_reply_s=1.0))
+    drive = start(settings=replace(BRISK, lead_ms=0), limits=Limits(max_reply_s=1.0))
     voice = storytelling(drive, 5)
     assert drive.count("reply_too_long") == 1
     done = drive.last(ResponseDone).response
@@ -847,7 +847,7 @@ def test_a_turn_that_was_cut_before_the_thinker_saw_it_is_told_again(start: Star
 
 
 def test_items_that_no_longer_fit_are_dropped_at_both_ends(start: Start) -> None:
-    drive = start(settings=Settings(instructions="Be brief."))
+    drive = start(settings=replace(BRISK, instructions="Be brief."))
     for number in range(3):
         drive.tell(TextAppended(f"Question {number}?"))
         replied(drive, f"Answer {number}. ")
@@ -999,7 +999,7 @@ def test_the_transcript_of_what_the_user_said_is_told_unless_it_is_switched_off(
     (transcript,) = drive.all(TranscriptionDone)
     assert (transcript.item_id, transcript.transcript) == (drive.items[0].id, "Hello?")
     assert 0.9 < transcript.seconds < 1.5
-    off = start(settings=Settings(transcription=False))
+    off = start(settings=replace(BRISK, transcription=False))
     off.user.turn("Hello?")
     assert not off.all(TranscriptionDone)
     assert off.texts == ["Hello?"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from session_driver import QUIET, SPEAKS, Drive, S, Voice, check_grammar
+from session_driver import BRISK, BRISK_DETECTION, QUIET, SPEAKS, Drive, S, Voice, check_grammar
 
 from omni_live.sessions.effects import Effect, Feed, Submit
 from omni_live.sessions.events import (
@@ -52,7 +52,7 @@ from omni_live.sessions.inputs import (
 from omni_live.sessions.items import Item, Modality, Response, ResponseStatus, Role
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload
-from omni_live.sessions.settings import Overlap, Settings, TurnDetection
+from omni_live.sessions.settings import Overlap, Settings
 from omni_live.sessions.stamp import Stamp
 from omni_live.sessions.turn import SessionState
 
@@ -62,13 +62,13 @@ LIMITS = Limits(
 CREDITS = LIMITS.client_credits
 WORDS = "ab cd ef gh ij kl mn op qr st uv wx".split()
 SETTINGS = [
-    Settings(),
-    Settings(lead_ms=0),
-    Settings(instructions="Be brief."),
-    Settings(modality=Modality.TEXT),
-    Settings(overlap=Overlap(listen_only=True)),
-    Settings(turn_detection=replace(TurnDetection(), interrupt_response=False)),
-    Settings(turn_detection=TurnDetection(speculative_ms=0)),
+    BRISK,
+    replace(BRISK, lead_ms=0),
+    replace(BRISK, instructions="Be brief."),
+    replace(BRISK, modality=Modality.TEXT),
+    replace(BRISK, overlap=Overlap(listen_only=True)),
+    Settings(turn_detection=replace(BRISK_DETECTION, interrupt_response=False)),
+    Settings(turn_detection=replace(BRISK_DETECTION, speculative_ms=0)),
     QUIET,
 ]
 
@@ -635,4 +635,4 @@ class ConversationMachine(RuleBasedStateMachine):
 
 
 TestConversationMachine = ConversationMachine.TestCase
-TestConversationMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None, derandomize=True)
+TestConversationMachine.settings = settings(max_examples=250, stateful_step_count=60, deadline=None, derandomize=True)

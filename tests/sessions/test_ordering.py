@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from session_driver import QUIET, Drive, Start, Voice, told
+from session_driver import BRISK, BRISK_DETECTION, QUIET, Drive, Start, Voice, told
 
 from omni_live.sessions.effects import Abort, Emit, Feed, RaiseFence
 from omni_live.sessions.events import (
@@ -43,7 +43,6 @@ from omni_live.sessions.inputs import (
     TextAppended,
 )
 from omni_live.sessions.items import Item, ItemStatus, Modality, ResponseStatus, Role
-from omni_live.sessions.settings import Settings, TurnDetection
 
 
 def names(events: list[Event]) -> list[str]:
@@ -77,7 +76,7 @@ def test_s1_the_first_event_is_session_created(start: Start) -> None:
 
 def test_s2_each_accepted_update_is_answered_once_with_all_of_the_settings(start: Start) -> None:
     drive = start()
-    asked = replace(Settings(), instructions="Be brief.", voice="kokm")
+    asked = replace(BRISK, instructions="Be brief.", voice="kokm")
     assert told(drive.tell(SettingsAsked(asked, "ev_1"))) == [SessionUpdated(asked, "ev_1")]
     assert drive.talk.settings == asked
     assert told(drive.tell(SettingsAsked(asked, "ev_2"))) == [SessionUpdated(asked, "ev_2")]
@@ -87,10 +86,10 @@ def test_s2_answers_come_in_the_order_of_the_requests(start: Start) -> None:
     drive = start()
     mark = len(drive.events)
     drive.tell(
-        SettingsAsked(Settings(), "1"),
+        SettingsAsked(BRISK, "1"),
         ItemRetrieveAsked("nothing", "2"),
-        SettingsAsked(Settings(model="other"), "3"),
-        SettingsAsked(Settings(), "4"),
+        SettingsAsked(replace(BRISK, model="other"), "3"),
+        SettingsAsked(BRISK, "4"),
     )
     answers = [event.event_id for event in since(drive, mark) if isinstance(event, SessionUpdated | ErrorTold)]
     assert answers == ["1", "2", "3", "4"]
@@ -99,7 +98,7 @@ def test_s2_answers_come_in_the_order_of_the_requests(start: Start) -> None:
 def test_s5_another_model_is_refused_and_nothing_changes(start: Start) -> None:
     drive = start()
     before = drive.talk.settings
-    (error,) = told(drive.tell(SettingsAsked(Settings(model="other", instructions="x"), "ev_1")))
+    (error,) = told(drive.tell(SettingsAsked(replace(BRISK, model="other", instructions="x"), "ev_1")))
     assert isinstance(error, ErrorTold)
     assert (error.code, error.event_id, error.param) == ("model_immutable", "ev_1", "model")
     assert drive.talk.settings == before
@@ -108,22 +107,22 @@ def test_s5_another_model_is_refused_and_nothing_changes(start: Start) -> None:
 
 def test_s5_another_voice_is_accepted_until_the_session_has_spoken(start: Start) -> None:
     drive = start()
-    drive.tell(SettingsAsked(Settings(voice="kokm")))
+    drive.tell(SettingsAsked(replace(BRISK, voice="kokm")))
     reply(drive, "Hi. ").end()
-    drive.tell(SettingsAsked(Settings(voice="kokf"), "ev_1"))
+    drive.tell(SettingsAsked(replace(BRISK, voice="kokf"), "ev_1"))
     assert drive.errors == ["cannot_update_voice"]
     assert drive.talk.settings.voice == "kokm"
-    drive.tell(SettingsAsked(Settings(voice="kokm", temperature=0.5)))
+    drive.tell(SettingsAsked(replace(BRISK, voice="kokm", temperature=0.5)))
     assert drive.talk.settings.temperature == 0.5
 
 
 def test_a_change_of_turn_detection_reaches_the_ears_and_another_change_does_not(start: Start) -> None:
     drive = start()
-    drive.tell(SettingsAsked(Settings(instructions="Be brief.")))
+    drive.tell(SettingsAsked(replace(BRISK, instructions="Be brief.")))
     assert len(drive.all(Feed)) == 1
-    drive.tell(SettingsAsked(replace(Settings(), turn_detection=None)))
+    drive.tell(SettingsAsked(replace(BRISK, turn_detection=None)))
     assert drive.last(Feed).payload.meta["detect"] is False
-    drive.tell(SettingsAsked(replace(Settings(), turn_detection=TurnDetection(threshold=0.7))))
+    drive.tell(SettingsAsked(replace(BRISK, turn_detection=replace(BRISK_DETECTION, threshold=0.7))))
     assert drive.last(Feed).payload.meta["threshold"] == 0.7
 
 
@@ -298,7 +297,7 @@ def test_i5_positions_only_grow(start: Start) -> None:
 
 
 def test_i5_without_create_response_nothing_is_answered(start: Start) -> None:
-    drive = start(settings=Settings(turn_detection=TurnDetection(create_response=False)))
+    drive = start(settings=replace(BRISK, turn_detection=replace(BRISK_DETECTION, create_response=False)))
     drive.user.turn("Hello?")
     assert not drive.all(ResponseCreated)
     assert len(drive.all(ItemDone)) == 1
@@ -398,7 +397,7 @@ def test_r1_r2_r3_a_spoken_response_opens_and_closes_in_order(start: Start) -> N
 
 
 def test_r2_a_written_response_opens_and_closes_in_order(start: Start) -> None:
-    drive = start(settings=Settings(modality=Modality.TEXT))
+    drive = start(settings=replace(BRISK, modality=Modality.TEXT))
     drive.tell(TextAppended("Hello."))
     mark = len(drive.events)
     drive.voice().write("Hi.")
@@ -471,7 +470,7 @@ def test_r8_a_response_beside_the_conversation_may_run_meanwhile_and_has_no_conv
 def test_r9_what_was_opened_is_closed_however_the_response_ends(
     start: Start, modality: Modality, how: str, status: ResponseStatus
 ) -> None:
-    drive = start(settings=Settings(modality=modality))
+    drive = start(settings=replace(BRISK, modality=modality))
     drive.tell(TextAppended("Hello."))
     voice = drive.voice()
     mark = len(drive.events)
@@ -575,7 +574,7 @@ def test_x4_a_cancel_with_a_stale_id_leaves_the_active_response_alone(start: Sta
 
 
 def test_x5_a_truncate_is_told_once_removes_the_rest_and_shows_in_what_follows(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     voice = reply(drive, "One two ", "three four ")
     voice.end()
     item_id = drive.items[-1].id
@@ -590,7 +589,7 @@ def test_x5_a_truncate_is_told_once_removes_the_rest_and_shows_in_what_follows(s
 
 
 def test_x5_a_truncate_to_nothing_leaves_nothing_for_the_model(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     reply(drive, "One two ").end()
     drive.tell(ItemTruncateAsked(drive.items[-1].id, 0), TextAppended("Go on."))
     assert drive.seen[-1] == [(Role.USER, "Hello."), (Role.USER, "Go on.")]
@@ -620,7 +619,7 @@ def test_x6_a_truncate_right_after_a_barge_in_corrects_what_was_heard(start: Sta
 
 
 def test_x7_a_truncate_past_the_end_is_an_error_but_not_by_the_length_of_a_chunk(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     reply(drive, "One two ").end()
     item_id = drive.items[-1].id
     (event,) = told(drive.tell(ItemTruncateAsked(item_id, 510)))
@@ -632,7 +631,7 @@ def test_x7_a_truncate_past_the_end_is_an_error_but_not_by_the_length_of_a_chunk
 
 
 def test_x8_only_an_assistants_audio_can_be_truncated(start: Start) -> None:
-    drive = start(settings=Settings(modality=Modality.TEXT))
+    drive = start(settings=replace(BRISK, modality=Modality.TEXT))
     drive.user.turn("Hello?")
     voice = drive.voice()
     voice.write("Hi.")
@@ -645,7 +644,7 @@ def test_x8_only_an_assistants_audio_can_be_truncated(start: Start) -> None:
 
 
 def test_x8_the_last_audio_can_be_truncated_also_after_a_turn_that_never_spoke(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     reply(drive, "One two ", "three four ").end()
     item_id = drive.items[-1].id
     drive.tell(RespondAsked(), CancelAsked(), ItemTruncateAsked(item_id, 260))
@@ -663,7 +662,7 @@ def test_x9_the_first_who_cuts_gives_the_reason(start: Start) -> None:
 
 
 def test_a_truncate_while_a_later_turn_thinks_restarts_it_on_the_corrected_context(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     reply(drive, "One two ", "three four ").end()
     item_id = drive.items[-1].id
     drive.tell(TextAppended("Go on."))
@@ -682,7 +681,7 @@ def test_a_truncate_while_a_later_turn_thinks_restarts_it_on_the_corrected_conte
 
 
 def test_a_truncate_while_a_later_turn_speaks_leaves_that_turn_alone(start: Start) -> None:
-    drive = start(settings=Settings(lead_ms=0))
+    drive = start(settings=replace(BRISK, lead_ms=0))
     reply(drive, "One two ", "three four ").end()
     item_id = drive.items[-1].id
     voice = reply(drive, "Well. ")

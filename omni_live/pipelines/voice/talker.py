@@ -46,7 +46,11 @@ class Speech:
 
 
 class Talker:
-    """Engine of the talker stage. Options: voice, first_words, first_words_crowded, crowd."""
+    """Engine of the talker stage. Options: voice, first_words, first_words_crowded, crowd.
+
+    Where `crowd` turns wait for their first sound, the first piece has `first_words_crowded` words only, so that each
+    is heard sooner. That makes a reply's sound depend on who else is there, so it is off (0) unless asked for.
+    """
 
     inline = False
 
@@ -55,7 +59,7 @@ class Talker:
         self._voice = read.text("voice", DEFAULT_VOICE)
         self._first_words = read.whole("first_words", 8, 1, 32)
         self._first_words_crowded = read.whole("first_words_crowded", 4, 1, 32)
-        self._crowd = read.whole("crowd", 3, 2, 1024)
+        self._crowd = read.whole("crowd", 0, 0, 1024)
         read.done()
         self._speeches: list[Speech] = []
         self._sessions: set[SessionKey] = set()
@@ -87,7 +91,8 @@ class Talker:
         if voice not in VOICES:
             raise TurnError(turn, "unknown_voice")
         waiting = sum(not speech.spoken for speech in self._speeches)
-        words = self._first_words_crowded if waiting + 1 >= self._crowd else self._first_words
+        crowded = 0 < self._crowd <= waiting + 1
+        words = self._first_words_crowded if crowded else self._first_words
         words = param_int(turn.params, "first_words", words)
         self._speeches.append(Speech(turn, ClauseCutter(words), voice, param_real(turn.params, "speed", 1.0)))
 
