@@ -119,16 +119,6 @@ class Session:
             self._effects.append(Count("unsupported_input"))
             self._emit(ErrorTold("unsupported_input", "This model does not take such an input."))
 
-    def _take(self, input: Input) -> None:
-        rule = self._rules.get(type(input))
-        if self._old_token and type(input) in FROM_CLIENT:
-            self._old_token = ""
-        if rule is None:
-            self._effects.append(Count("unsupported_input"))
-            self._emit(ErrorTold("unsupported_input", "Sessions of this kind do not take this."))
-        else:
-            rule(input)
-
     @property
     def closed(self) -> bool:
         return self.state is SessionState.CLOSED
@@ -137,7 +127,9 @@ class Session:
         """None where a resume with the token would succeed, else the code of the refusal."""
         if self.closed or self.state is SessionState.OPENING:
             return "session_resume_expired"
-        if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self.token.encode()):
+        shown = token.encode("utf-8", "surrogatepass")
+        good = [known for known in (self.token, self._old_token) if known]
+        if not any(hmac.compare_digest(shown, known.encode()) for known in good):
             return "invalid_resume_token"
         return None
 
@@ -174,7 +166,7 @@ class Session:
             self._tell(SessionReplaced())
             self._effects.append(Replace(self.attachment))
         self.attachment = input.attachment
-        self._old_token, self.token = self.token, self._ids("token")
+        self._old_token, self.token = input.token or self.token, self._ids("token")
         self.state = move(self.state, Move.ATTACHED)
         self._lease.attach(self._now)
         self._inputs.asked_anew()
@@ -300,8 +292,9 @@ class Session:
     def _close(self, reason: str) -> None:
         if self.closed:
             return
-        for lane in range(LANES):
-            self._raise_fence(lane)
+        if self.busy:  # what a finished turn said last may still go out before the farewell
+            for lane in range(LANES):
+                self._raise_fence(lane)
         self._end_turns(reason)
         self._tell(SessionClosed(reason))
         self.state = move(self.state, Move.CLOSED)

@@ -121,6 +121,10 @@ class Caller:
         end_ns = self.now_ns() + round(seconds * S)
         await self.until(lambda: True if self.now_ns() >= end_ns else None, seconds + 60.0)
 
+    async def sent(self, saying: Saying, sample: int) -> None:
+        """Wait until the block with the sample is sent."""
+        await self.until(lambda: saying.at > sample or None, 60.0, "the microphone")
+
     async def finished(self, saying: Saying) -> None:
         """Wait until all of it is sent."""
         await self.until(lambda: saying.over or None, 120.0, "the end of the recording")

@@ -5,7 +5,7 @@ session of its own, because a small model that finds half sentences in its histo
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from omni_live.bench.caller import Caller
 from omni_live.bench.scenes import Site, Step
 from omni_live.bench.server import Endpoint
-from omni_live.bench.timeline import CANCELLED, Silencing, content_ns, others_began
+from omni_live.bench.timeline import CANCELLED, Silencing, content_ns, ending, others_began
 from omni_live.bench.wavs import ECHO_DB, RATE_HZ, level_db, mhm, noise
 from omni_live.clients.clock import MS
-from omni_live.clients.duplex_events import Sound
+from omni_live.clients.duplex_events import Event, OverlapDecision, Sound
 from omni_live.clients.turns import Utterance
 
 LONG: Final = (
@@ -82,10 +82,19 @@ async def introduce(caller: Caller, utterance: Utterance) -> None:
 # -- what is no interruption -----------------------------------------------------------------------------------------
 
 
-async def disturb(site: Site, kind: str, utterance: Utterance, trials: int, seed: int, step: Step) -> list[bool]:
-    """While replies play something sounds: `mhm`, `noise` or `echo`. For each reply, whether it was cancelled."""
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """A reply during which something sounded."""
+
+    cancelled: bool
+    holds: int
+    """How often it was held back for a moment."""
+
+
+async def disturb(site: Site, kind: str, utterance: Utterance, trials: int, seed: int, step: Step) -> list[Disturbed]:
+    """While replies play something sounds: `mhm`, `noise` or `echo`."""
     rng = np.random.default_rng(seed)
-    cancelled: list[bool] = []
+    found: list[Disturbed] = []
     for number in range(trials):
         async with site.caller() as caller:
             await introduce(caller, utterance)
@@ -94,10 +103,17 @@ async def disturb(site: Site, kind: str, utterance: Utterance, trials: int, seed
             if caller.ended(response_id) is None:
                 await _sound(caller, kind, response_id, level_db(utterance.pcm), rng)
                 await caller.pause(AFTER_S)
-                ended = caller.ended(response_id)
-                cancelled.append(ended is not None and ended.status == CANCELLED)
+                found.append(disturbed(caller.events, response_id))
         step()
-    return cancelled
+    return found
+
+
+def disturbed(events: Sequence[Event], response_id: str) -> Disturbed:
+    """What became of the reply."""
+    end = ending(events, response_id)
+    decisions = [event for event in events if isinstance(event, OverlapDecision) and event.response_id == response_id]
+    holds = sum(decision.action == "hold" for decision in decisions)
+    return Disturbed(end is not None and end.status == CANCELLED, holds)
 
 
 async def _sound(caller: Caller, kind: str, response_id: str, user_db: float, rng: np.random.Generator) -> None:
@@ -152,7 +168,7 @@ async def interrupt_replies(site: Site, utterances: Sequence[Utterance], trials:
             await caller.pause(moment_s)
             if caller.ended(response_id) is None:
                 saying = caller.say(utterance.pcm[utterance.speech_start - lead_in :])
-                await caller.until(lambda saying=saying: saying.at > lead_in or None, 5.0, "the microphone")
+                await caller.sent(saying, lead_in)
                 await caller.end(response_id)
                 found += await _silencing(caller, site.endpoint, response_id, saying.sent_ns(lead_in))
         step()

@@ -98,7 +98,7 @@ async def speak_with_pause(site: Site, paused: Paused, options: Options) -> Paus
     utterance = paused.utterance
     async with site.caller(options) as caller:
         saying = caller.say(utterance.pcm)
-        await caller.until(lambda: saying.begun_ns, 5.0, "the microphone")
+        await caller.sent(saying, 0)
         end_ns = saying.passed_ns(utterance.speech_end)
 
         def known() -> bool | None:

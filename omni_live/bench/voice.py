@@ -73,6 +73,7 @@ class Bench:
         """What the figures do not say."""
         self._asked = asked
         self._utterances = utterances
+        self._paused: list[Paused] = []
         self._sections: Mapping[str, tuple[Section, int]] = {
             "alone": (self._alone, asked.runs * len(utterances)),
             "four": (self._four, 2 * asked.runs),
@@ -89,11 +90,11 @@ class Bench:
         """The figures by key. Raises NoServer, DuplexError where there is nothing to measure."""
         asked = self._asked
         values: dict[str, Value] = {"load1_before": os.getloadavg()[0]}
-        paused = await self._placed() if "cutoffs" in asked.sections else []
+        if "cutoffs" in asked.sections:
+            self._paused = await self._placed()
         self._progress.enter("starting the server")
         async with self._server() as endpoint:
             site = Site(endpoint, asked.model, asked.options())
-            self._paused = paused
             values["ready_s"] = endpoint.ready_s
             for name in asked.sections:
                 values.update(await self._measured(name, site))
@@ -195,15 +196,16 @@ class Bench:
     # -- interruptions ---------------------------------------------------------------------------------------------
 
     async def _false(self, site: Site) -> Mapping[str, Value]:
-        cancelled: list[bool] = []
+        trials: list[replies.Disturbed] = []
         for index, kind in enumerate(replies.DISTURBANCES):
             utterance = self._utterances[index % len(self._utterances)]
             found = await replies.disturb(
                 site, kind, utterance, FALSE_TRIALS, self._asked.seed + index, self._progress.step
             )
-            self.notes.append(f"{kind}: {sum(found)} of {len(found)} replies cancelled")
-            cancelled += found
-        return {"false_interrupts": sum(cancelled), "false_interrupt_trials": len(cancelled)}
+            cancelled, held = sum(one.cancelled for one in found), sum(one.holds > 0 for one in found)
+            self.notes.append(f"{kind}: of {len(found)} replies {cancelled} cancelled, {held} held for a moment")
+            trials += found
+        return {"false_interrupts": sum(one.cancelled for one in trials), "false_interrupt_trials": len(trials)}
 
     async def _silence(self, site: Site) -> Mapping[str, Value]:
         cancels = await replies.cancel_replies(site, SILENCE_TRIALS, self._progress.step)

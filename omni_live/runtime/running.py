@@ -1,4 +1,4 @@
-"""Puts a runtime together: run directory, fence table, worker processes, orchestrator. The server and benches use it."""
+"""Puts a runtime together: run directory, fence table, workers, orchestrator. The server and benches use it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -34,6 +34,9 @@ Ready = Callable[[str, int], None]
 """Called once, with host and port, when every stage is ready."""
 
 _BACKLOG: Final = 2048
+_UNSENT_BYTES: Final = 64 * 1024
+"""What the kernel may hold that it could not send yet, a second of sound. By itself it takes megabytes from us, which
+no fence reaches, and in which a reader that stopped reading goes unnoticed."""
 _FLUSH_S: Final = 2.0
 """After the last session closed its farewell may take so long to leave."""
 _START_LOOK_S: Final = 0.02
@@ -119,6 +122,7 @@ def listen(host: str, port: int, limits: Limits) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         user_timeout_ms = round(limits.tcp_user_timeout_s * 1000)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         listening.bind(address)
     except OSError as error:
         listening.close()

@@ -1,11 +1,16 @@
 """The command line of the benches."""
 
 import argparse
+import json
+import socket
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from omni_live.bench.cli import add_arguments, parse_sections, parse_setting, parse_sweep
+from omni_live.bench.cli import add_arguments, parse_sections, parse_setting, parse_sweep, run
 from omni_live.bench.voice import SECTIONS, Asked
+from omni_live.clients.wav import write_wav
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -45,6 +50,25 @@ def test_the_sweep_is_a_list_of_milliseconds() -> None:
     assert parse_sweep("350,400") == (350, 400)
     with pytest.raises(argparse.ArgumentTypeError):
         parse_sweep("350,,")
+
+
+def test_without_a_server_the_exit_status_is_1_and_a_sentence_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_wav(tmp_path / "a.wav", np.full(1600, 1000, np.int16), 16_000)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    url = f"ws://127.0.0.1:{port}/v1/duplex"
+    args = parsed("--json", "--only", "alone", "--runs", "1", "--wavs", str(tmp_path), "--url", url)
+    assert run(args) == 1
+    shown = capsys.readouterr()
+    assert "omni-live bench voice: alone: " in shown.err
+    assert json.loads(shown.out.splitlines()[-1])["v2v_ms_p50"] is None
+
+
+def test_without_recordings_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parsed("--wavs", str(tmp_path))) == 1
+    assert "holds no wav files" in capsys.readouterr().err
 
 
 def test_settings_go_where_the_session_object_has_them() -> None:

@@ -131,5 +131,5 @@ async def test_a_server_that_dies_under_measurement_is_noticed(monkeypatch: pyte
 
 async def _use_until_it_ends(model: str) -> None:
     async with own_server(model) as endpoint:
-        while alive(endpoint.pid):  # noqa: ASYNC110 - a process's end is no event of this loop
+        while alive(endpoint.pid):
             await asyncio.sleep(0)

@@ -47,7 +47,7 @@ async def _next(session, kind: type):
 
 async def _turned(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110  # the client's inside has no event for it
+        while not true():  # the client's inside has no event for it
             await asyncio.sleep(0)
 
 

@@ -277,7 +277,7 @@ async def test_the_real_server_answers_and_falls_silent_when_it_is_interrupted(
 
 async def _sounds_for(recorded: Path, ms: int) -> None:
     """Waits until so much sound was recorded."""
-    while np.count_nonzero(np.abs(_recorded(recorded).astype(int)) > 300) < ms * SPOKEN_HZ // 2000:  # noqa: ASYNC110
+    while np.count_nonzero(np.abs(_recorded(recorded).astype(int)) > 300) < ms * SPOKEN_HZ // 2000:
         await asyncio.sleep(0.05)
 
 

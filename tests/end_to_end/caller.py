@@ -197,6 +197,7 @@ class Caller:
         """End the session."""
         await self.send("session.close")
         await self.wait("session.closed")
+        await self.ended()
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-SHM: Final = Path("/dev/shm")
 READY_WITHIN_S: Final = 120.0
 SOON_S: Final = 20.0
 """What must happen has this long, on a machine that does other things as well."""
@@ -67,7 +66,8 @@ class Served:
 
     @property
     def run_directory(self) -> Path:
-        (found,) = SHM.glob(f"omni-live.{self.pid}.*")
+        """Where its processes meet, also where the server has a /dev/shm of its own."""
+        (found,) = Path(f"/proc/{self.pid}/root/dev/shm").glob(f"omni-live.{self.pid}.*")
         return found
 
     def log(self) -> str:

@@ -74,7 +74,7 @@ def trimmed(pcm: F32, dice: random.Random) -> F32:
 
 
 class Voices:
-    """Ten synthetic voices in three families, each at a random speed and, where it can, pitch."""
+    """Eleven synthetic voices in three families, each at a random speed and, where it can, pitch."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice

@@ -73,7 +73,7 @@ class FakeHost:
 def run(*engines: Engine, most: int = 10_000) -> int:
     """Step the engines in turn until none has anything to do; the number of steps."""
     steps = 0
-    while any([engine.step() for engine in engines]):
+    while sum(engine.step() for engine in engines):
         steps += 1
         assert steps < most
     return steps

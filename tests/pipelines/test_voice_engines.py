@@ -122,10 +122,10 @@ def test_sessions_do_not_see_each_other(thinker: Thinker) -> None:
 
 def seen(talk: Talk) -> str:
     """What the session's KV stands for, as text."""
-    slot = talk.thinker._minds[talk.key].slot  # noqa: SLF001
+    slot = talk.thinker._minds[talk.key].slot
     assert slot is not None
-    tokens = talk.thinker._llama.tokens(slot)  # noqa: SLF001
-    return str(talk.thinker._tokenizer.decode(list(tokens), skip_special_tokens=False))  # noqa: SLF001
+    tokens = talk.thinker._llama.tokens(slot)
+    return str(talk.thinker._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def test_a_kept_kv_is_not_prefilled_again(thinker: Thinker) -> None:
@@ -135,11 +135,11 @@ def test_a_kept_kv_is_not_prefilled_again(thinker: Thinker) -> None:
     talk.replied(turn)
     talk.begin("And of Italy?")
     assert thinker.step()
-    thought = thinker._thoughts[0]  # noqa: SLF001 - what is left to prefill is nobody else's business
+    thought = thinker._thoughts[0]
     assert thought.slot is not None
-    fed = len(thinker._llama.tokens(thought.slot))  # noqa: SLF001
+    fed = len(thinker._llama.tokens(thought.slot))
     run(thinker)
-    opening = len(thinker._minds[talk.key].context.opening_ids())  # noqa: SLF001
+    opening = len(thinker._minds[talk.key].context.opening_ids())
     assert fed > opening + 20
     talk.close()
 
@@ -234,10 +234,10 @@ def test_closed_sessions_give_their_slots_back(thinker: Thinker) -> None:
         talk = Talk(thinker, 0)
         talk.begin(QUESTION)
         thinker.step()
-        thinker.drop(thinker._thoughts[0].turn)  # noqa: SLF001
+        thinker.drop(thinker._thoughts[0].turn)
         talk.close()
     assert thinker.load_now().sessions == 0
-    assert thinker._llama.free == 6  # noqa: SLF001
+    assert thinker._llama.free == 6
 
 
 def speak(talker: Talker, text: str, room: int = 1000) -> FakeTurn:

@@ -26,7 +26,7 @@ LIMITS = Limits()
 async def until(true: Callable[[], bool]) -> None:
     """Wait for something that announces itself to nobody."""
     async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
+        while not true():
             await asyncio.sleep(0.01)
 
 

@@ -326,12 +326,16 @@ def test_content_of_a_finished_reply_survives_a_later_turn_that_was_tried_in_vai
     drive = start()
     drive.user.turn("What time is it?")
     replied(drive, "Noon. ")
+    drive.tell(RespondAsked())
+    replied(drive, "Still noon. ")
+    lane = drive.submits[0].stamp.slot
     for _ in range(3):
         drive.user.speak(320)
         drive.user.pause(192, "Um")
         drive.user.speak(320)
         drive.user.pause(512, "")
         drive.user.closed()
+    assert lane in {submit.stamp.slot for submit in drive.submits[2:]}
     assert drive.count("tentative_discarded") >= 3
     assert drive.count("voided_frames") == 0
 
@@ -454,6 +458,28 @@ def test_g1_what_waits_to_be_sent_of_a_reply_that_is_done_is_stale_after_a_barge
     drive.user.speak(736)
     assert not drive.admits(content)
     assert drive.count("voided_frames") > 0
+
+
+def test_g1_the_content_of_a_turn_that_was_tried_first_is_stale_after_a_barge_in(start: Start) -> None:
+    drive = start()
+    drive.user.turn("Tell me a story.")
+    assert drive.count("tentative_adopted") == 1
+    voice = drive.voice()
+    for text in STORY:
+        voice.say(text)
+    contents = [emit.content for emit in drive.emits if emit.content is not None]
+    drive.user.speak(736)
+    assert contents
+    assert not any(drive.admits(content) for content in contents)
+
+
+def test_a_barge_in_of_the_client_lets_go_of_a_reply_that_is_held_and_done(start: Start) -> None:
+    drive = start(settings=Settings(lead_ms=0))
+    storytelling(drive).end()
+    drive.user.speak(320)
+    assert drive.held
+    drive.tell(BargeInAsked())
+    assert not drive.held
 
 
 def test_after_a_barge_in_the_next_words_are_no_overlap_any_more(start: Start) -> None:
@@ -762,6 +788,17 @@ def test_a_failed_stage_fails_the_response_and_the_next_turn_works(start: Start)
     assert drive.submits[-1].payload.meta["keep"] == 0, "nobody knows what the stage holds now"
     replied(drive)
     assert drive.statuses == [FAILED, COMPLETED]
+
+
+def test_after_a_failure_the_model_is_told_everything_again(start: Start) -> None:
+    drive = start()
+    drive.tell(TextAppended("One?"))
+    replied(drive)
+    drive.tell(TextAppended("Two?"))
+    drive.voice().end(Outcome.FAILED, "stage_error")
+    drive.tell(RespondAsked())
+    assert drive.submits[-1].payload.meta["keep"] == 0
+    assert drive.seen[-1] == [(USER, "One?"), (ASSISTANT, "Fine, thanks. "), (USER, "Two?")]
 
 
 def test_a_lost_thinker_costs_the_turn_and_not_the_history(start: Start) -> None:

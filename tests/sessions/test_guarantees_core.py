@@ -15,12 +15,14 @@ from session_driver import BRISK, BRISK_DETECTION, QUIET, SPEAKS, Drive, S, Voic
 from omni_live.sessions.effects import Effect, Feed, Submit
 from omni_live.sessions.events import (
     AudioDelta,
+    AudioTranscriptDelta,
     Event,
     ItemTruncated,
     OutputItemAdded,
     ResponseCreated,
     ResponseDone,
     SessionResumed,
+    TextDelta,
 )
 from omni_live.sessions.findings import Heard
 from omni_live.sessions.inputs import (
@@ -114,6 +116,8 @@ class Watched(Drive):
     def __init__(self) -> None:
         self.written: list[Written] = []
         self.works: list[Work] = []
+        self.expected: dict[tuple[int, ...], list[tuple[Role, str]]] = {}
+        """What the conversation was when a turn was submitted."""
         self.answers: list[Heard] = []
         """Transcripts that the ears owe."""
         super().__init__(limits=LIMITS, attach=False)
@@ -144,13 +148,6 @@ class Watched(Drive):
         self.works.append(Work(Voice(self, submit), plan))
         if check:
             self.expected[submit.stamp[:4]] = [(item.role, item.text) for item in self.items if item.text]
-
-    @property
-    def expected(self) -> dict[tuple[int, ...], list[tuple[Role, str]]]:
-        """What the conversation was when a turn was submitted."""
-        if not hasattr(self, "_expected"):
-            self._expected: dict[tuple[int, ...], list[tuple[Role, str]]] = {}
-        return self._expected
 
     def start(self, work: Work) -> None:
         """The thinker gets to the turn, and to every one before it that is not stale."""
@@ -480,6 +477,7 @@ class ConversationMachine(RuleBasedStateMachine):
         if gap is not None:
             self.gone |= set(range(gap[0], gap[1] + 1))
         self.drive.tell(Attached(self.attachment, token, seen))
+        self.drive.tell(Heartbeat())
         assert self.drive.session.resumable(token) == "invalid_resume_token"
         self.read()
 
@@ -563,6 +561,8 @@ class ConversationMachine(RuleBasedStateMachine):
             case ResponseDone(response):
                 self.done[response.id] += 1
                 assert self.done[response.id] == 1, "ended twice (G4)"
+                if response.status in (ResponseStatus.CANCELLED, ResponseStatus.FAILED):
+                    self._check_silenced(response.id)
                 if response.status is ResponseStatus.COMPLETED:
                     self._check_completed(response)
             case _:
@@ -580,12 +580,19 @@ class ConversationMachine(RuleBasedStateMachine):
         whole = "".join(
             written.event.delta
             for written in self.drive.written
-            if hasattr(written.event, "delta") and written.event.response_id == response_id
+            if isinstance(written.event, AudioTranscriptDelta) and written.event.response_id == response_id
         )
         voice = next(voice for voice in reversed(voices) if voice.text.startswith(whole))
         passed = [char for sample, char in voice.marks if sample <= position and sample < released]
         expected = whole if position >= released else whole[: passed[-1]] if passed else ""
         assert text == expected, "not what was heard (G8)"
+
+    def _check_silenced(self, response_id: str) -> None:
+        for written in self.drive.written:
+            event = written.event
+            if isinstance(event, AudioDelta | AudioTranscriptDelta | TextDelta) and event.response_id == response_id:
+                assert written.content is not None
+                assert not self.drive.admits(written.content), "it may still be handed to the client (G1)"
 
     def _check_completed(self, response: Response) -> None:
         made = [
@@ -613,8 +620,6 @@ class ConversationMachine(RuleBasedStateMachine):
                 assert item.text == cut[item.id]
 
     def teardown(self) -> None:
-        if not hasattr(self, "drive"):
-            return
         drive = self.drive
         self.read()
         if self.open and drive.session.state is SessionState.OPEN:

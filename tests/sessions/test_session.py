@@ -84,16 +84,44 @@ def test_a_fresh_attachment_is_greeted_with_a_token_and_the_age_that_is_left(sta
     assert drive.session.state is SessionState.OPEN
 
 
-def test_a_wrong_token_an_old_one_and_poison_do_not_resume(start: Start) -> None:
+def test_a_wrong_token_an_empty_one_and_poison_do_not_resume(start: Start) -> None:
+    drive = start()
+    assert drive.session.resumable(drive.session.token) is None
+    for token in ("token_wrong", "", "\ud800 \x00 ü", drive.session.token[:-1]):
+        assert drive.session.resumable(token) == "invalid_resume_token"
+
+
+def test_a_token_is_rotated_on_each_use_and_dies_with_the_first_word_on_the_new_attachment(start: Start) -> None:
     drive = start()
     first = drive.session.token
-    assert drive.session.resumable(first) is None
-    assert drive.session.resumable("token_wrong") == "invalid_resume_token"
-    assert drive.session.resumable("") == "invalid_resume_token"
-    assert drive.session.resumable("\ud800 \x00 ü") == "invalid_resume_token"
     resume(drive, 0)
-    assert drive.session.token != first
-    assert drive.session.resumable(first) == "invalid_resume_token", "a token is good for one use"
+    second = drive.session.token
+    assert second != first
+    assert drive.session.resumable(first) is None, "the client may never have got the new one"
+    drive.tell(Sequenced(1, Heartbeat()))
+    assert drive.session.resumable(first) == "invalid_resume_token"
+    assert drive.session.resumable(second) is None
+
+
+def test_a_client_that_never_gets_its_new_token_can_come_back_with_the_old_one_again_and_again(start: Start) -> None:
+    drive = start()
+    first = drive.session.token
+    for attachment in (2, 3, 4):
+        assert drive.session.resumable(first) is None
+        drive.tell(Attached(attachment, first, 0))
+    drive.tell(Heartbeat())
+    assert drive.session.resumable(first) == "invalid_resume_token"
+
+
+def test_what_the_stages_say_does_not_confirm_a_token(start: Start) -> None:
+    drive = speaking(start, 1)
+    first = drive.session.token
+    resume(drive, 0)
+    voice = drive.voice()
+    voice.seq = 1
+    voice.say("More ")
+    drive.pass_ms(1000)
+    assert drive.session.resumable(first) is None
 
 
 def test_a_session_that_was_never_attached_or_is_closed_cannot_be_resumed(start: Start) -> None:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_live.config.plan import WorkerPlan
+from omni_live.pipelines.spec import Handover
 from omni_live.runtime.ports import CLIENT, Route, WorkerId
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, Stamp
 
 if TYPE_CHECKING:
-    from simworld import World
+    from simworld import Lane, World
 
 US = 1_000
 MS = 1_000_000
@@ -34,14 +35,13 @@ class Host:
     """What a simulated engine knows of a session and may report about it."""
 
     session: SessionKey
-    params: Mapping[str, Scalar]
     find: Callable[[Payload], None]
     memory: dict[str, object] = field(default_factory=dict)
     """What the stage keeps for the session; gone with the replica."""
 
 
 class Make:
-    """A stage's engine. As it is, it hands everything on."""
+    """A stage's engine. As it is, it hands everything on and keeps nothing."""
 
     compute_ns = (100 * US, 4 * MS)
 
@@ -52,6 +52,16 @@ class Make:
 
     def listen(self, host: Host, payload: Payload) -> None:
         """A session-addressed payload."""
+
+    def fork(self, host: Host, into: Host) -> None:
+        """`into` goes on from where `host` is."""
+
+    def snapshot(self, host: Host) -> Payload:
+        del host
+        return Payload("nothing")
+
+    def restore(self, host: Host, payload: Payload) -> None:
+        """Be again as the snapshot says."""
 
 
 class Unit(NamedTuple):
@@ -65,7 +75,7 @@ class Unit(NamedTuple):
     """Why a producer's output is incomplete."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class SimTurn:
     """A turn as a stage has it."""
 
@@ -73,10 +83,10 @@ class SimTurn:
     params: Mapping[str, Scalar]
     routes: tuple[Route, ...]
     inputs: int
+    credits: dict[str, int]
     inbox: deque[Unit] = field(default_factory=deque)
     made: deque[Payload] = field(default_factory=deque)
     """Output that is not sent yet."""
-    credits: dict[str, int] = field(default_factory=dict)
     kept: dict[str, list[Payload]] = field(default_factory=dict)
     """By receiver: output of a whole edge."""
     seq: int = 0
@@ -86,25 +96,24 @@ class SimTurn:
     def final(self) -> bool:
         return any(route.receiver == CLIENT for route in self.routes)
 
-    @property
     def can_send(self) -> bool:
-        return bool(self.made) and all(route.whole or self.credits[route.receiver] > 0 for route in self.routes)
+        for route in self.routes:
+            if not route.whole and self.credits[route.receiver] <= 0:
+                return False
+        return True
 
-    @property
-    def can_make(self) -> bool:
-        return not self.made and bool(self.inbox)
-
-    @property
-    def spent(self) -> bool:
-        return not self.made and not self.inbox and self.inputs <= 0
+    def can_move(self) -> bool:
+        return self.can_send() if self.made else bool(self.inbox) or self.inputs <= 0
 
 
 class SimStage:
     """One stage in a worker."""
 
-    def __init__(self, name: str, make: Make) -> None:
+    def __init__(self, name: str, make: Make, room: int | None) -> None:
         self.name = name
         self.make = make
+        self.room = room
+        """Units that may wait for one turn; None where a whole edge brings them all at once."""
         self.hosts: dict[SessionKey, Host] = {}
         self.heard: deque[tuple[SessionKey, Payload]] = deque()
         self.turns: dict[Key, SimTurn] = {}
@@ -120,16 +129,21 @@ class SimWorker:
     def __init__(self, world: World, worker: WorkerId, plan: WorkerPlan) -> None:
         self.world = world
         self.worker = worker
-        self.plan = plan
         self.alive = True
         self.busy = True
         """Loading or stalled: what arrives waits."""
-        self.stages = {stage.name: SimStage(stage.name, world.make[stage.name]) for stage in plan.stages}
+        self.stages = {
+            stage.name: SimStage(stage.name, world.make[stage.name], _room(world, plan.pipeline, stage.name))
+            for stage in plan.stages
+        }
+        self._list = tuple(self.stages.values())
         self._calls, self._urgent, self._control, self._media = (world.lane() for _ in range(4))
-        self._peers = {}  # type: ignore[var-annotated]  # by worker: the lane to it
+        self._peers: dict[WorkerId, Lane] = {}
+        """The lanes to other workers."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._stepping = False
-        world.after(MS, 300 * MS, self._loaded)
+        self._draining = False
+        world.after(MS, 80 * MS, self._loaded)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -142,6 +156,10 @@ class SimWorker:
         """Reports come twice now and then."""
         self._control.repeats = self._media.repeats = chance
 
+    def swap(self, chance: float) -> None:
+        """Outputs change places now and then."""
+        self._media.swaps = chance
+
     def stall(self, most_ns: int) -> None:
         """The runner steps nothing and answers nothing for a while."""
         self.busy = True
@@ -151,7 +169,12 @@ class SimWorker:
         """The process is gone; what it had sent is still under way, and its exit is noticed some time later."""
         if self.alive:
             self.alive = False
-            self.world.after(50 * US, 20 * MS, lambda: self.world.it.exited(self.worker, reason))
+            self.world.tell(f"worker {self.worker} of {', '.join(self.stages)}: {reason}")
+            self.world.after(50 * US, 20 * MS, lambda: self._noticed(reason))
+
+    def _noticed(self, reason: str) -> None:
+        self.world.it.exited(self.worker, reason)
+        self.world.laws.nothing_is_left_on(self.worker)
 
     def _loaded(self) -> None:
         if self.alive:
@@ -165,27 +188,27 @@ class SimWorker:
     # -- ports.WorkerPort --------------------------------------------------------------------------------------------
 
     def open_session(self, stage: str, session: SessionKey, params: Mapping[str, Scalar]) -> None:
-        self._calls.send(lambda: self._arrive(lambda: self._open_session(self.stages[stage], session, params)))
+        del params
+        self._call(lambda: self._open_session(self.stages[stage], session))
 
     def close_session(self, stage: str, session: SessionKey) -> None:
-        self._calls.send(lambda: self._arrive(lambda: self._close_session(self.stages[stage], session)))
+        self._call(lambda: self._close_session(self.stages[stage], session))
 
     def open_turn(
         self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
     ) -> None:
-        turn = SimTurn(stamp, params, routes, inputs)
-        turn.credits = {route.receiver: route.credits for route in routes}
-        self._calls.send(lambda: self._arrive(lambda: self._open_turn(self.stages[stage], turn)))
+        turn = SimTurn(stamp, params, routes, inputs, {route.receiver: route.credits for route in routes})
+        self._call(lambda: self._open_turn(self.stages[stage], turn))
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
-        self._calls.send(lambda: self._arrive(lambda: self._forward(self.stages[stage], stamp, route)))
+        self._call(lambda: self._forward(self.stages[stage], stamp, route))
 
     def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
         unit = Unit(payload, last)
-        self._calls.send(lambda: self._arrive(lambda: self._deliver(self.stages[stage], stamp, unit)))
+        self._call(lambda: self._deliver(self.stages[stage], stamp, unit))
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
-        self._calls.send(lambda: self._arrive(lambda: self.stages[stage].heard.append((session, payload))))
+        self._call(lambda: self.stages[stage].heard.append((session, payload)))
 
     def abort(self, stage: str, stamp: Stamp) -> None:
         self._urgent.send(lambda: self._arrive(lambda: self._abort(self.stages[stage], stamp)))
@@ -194,21 +217,25 @@ class SimWorker:
         self._urgent.send(lambda: self._arrive(lambda: self._credit(stage, stamp, CLIENT, units)))
 
     def fork(self, stage: str, session: SessionKey, into: SessionKey) -> None:
-        raise NotImplementedError
+        self._call(lambda: self._fork(self.stages[stage], session, into))
 
     def snapshot(self, stage: str, session: SessionKey, ticket: int) -> None:
-        raise NotImplementedError
+        self._call(lambda: self._snapshot(self.stages[stage], session, ticket))
 
     def restore(self, stage: str, session: SessionKey, payload: Payload) -> None:
-        raise NotImplementedError
+        self._call(lambda: self._restore(self.stages[stage], session, payload))
 
     def drain(self) -> None:
-        raise NotImplementedError
+        self._draining = True
+        self._leave()
 
     def kill(self) -> None:
         self.die("killed")
 
     # -- the runner --------------------------------------------------------------------------------------------------
+
+    def _call(self, act: Callable[[], None]) -> None:
+        self._calls.send(lambda: self._arrive(act))
 
     def _arrive(self, act: Callable[[], None]) -> None:
         if self.alive:
@@ -222,49 +249,59 @@ class SimWorker:
             self._inbox.popleft()()
         if not self._stepping and self._has_work():
             self._stepping = True
-            low, high = self.world.random.choice(list(self.stages.values())).make.compute_ns
-            self.world.after(low, high, self._stepped)
+            stage = self._list[int(self.world.draw() * len(self._list))] if len(self._list) > 1 else self._list[0]
+            self.world.after(*stage.make.compute_ns, self._stepped)
 
     def _has_work(self) -> bool:
-        return any(
-            stage.heard
-            or any(
-                not self.world.admits(turn.stamp) or turn.can_send or turn.can_make or turn.spent
-                for turn in stage.turns.values()
-            )
-            for stage in self.stages.values()
-        )
+        admits = self.world.admits
+        for stage in self._list:
+            if stage.heard:
+                return True
+            for turn in stage.turns.values():
+                if turn.can_move() or not admits(turn.stamp):
+                    return True
+        return False
 
     def _stepped(self) -> None:
         self._stepping = False
         if not self.alive or self.busy:
             return
-        for stage in self.stages.values():
-            self._drop_stale(stage)
+        for stage in self._list:
+            if stage.turns or stage.finished or stage.early:
+                self._drop_stale(stage)
             if stage.heard:
                 self._listen(stage, *stage.heard.popleft())
-            due = sorted(stage.turns.values(), key=lambda turn: turn.stamp.deadline_ns)
-            for turn in due:
-                if turn.can_send:
-                    self._send(stage, turn)
-                    break
-                if turn.can_make:
-                    self._make(stage, turn)
-                    break
-            for turn in tuple(stage.turns.values()):
-                if turn.spent:
-                    self._finish(stage, turn)
+            if stage.turns:
+                self._advance(stage)
         self._wake()
 
+    def _advance(self, stage: SimStage) -> None:
+        """Make or send something of the most urgent turn that can go on, and end those of which nothing is left."""
+        turns = tuple(stage.turns.values())
+        for turn in turns if len(turns) == 1 else sorted(turns, key=_deadline):
+            if not turn.made and turn.inbox:
+                self._make(stage, turn)
+                if turn.stamp[:4] not in stage.turns or not turn.made:
+                    break
+            if turn.made and turn.can_send():
+                self._send(stage, turn)
+                break
+        for turn in turns:
+            if not turn.made and not turn.inbox and turn.inputs <= 0 and turn.stamp[:4] in stage.turns:
+                self._finish(stage, turn)
+
     def _drop_stale(self, stage: SimStage) -> None:
-        for turn in (*stage.turns.values(), *stage.finished.values()):
-            if not self.world.admits(turn.stamp):
-                self._drop(stage, turn.stamp[:4], Outcome.INCOMPLETE, "stale")
+        admits = self.world.admits
+        for turns in (stage.turns, stage.finished):
+            for turn in tuple(turns.values()):
+                if not admits(turn.stamp):
+                    self._drop(stage, turn.stamp[:4], "stale")
         for key, units in tuple(stage.early.items()):
-            if not self.world.admits(Stamp(*key)):
+            stamp = Stamp(*key)
+            if not admits(stamp):
                 del stage.early[key]
                 for unit in units:
-                    self._give_back(stage, Stamp(*key), unit)
+                    self._give_back(stage, stamp, unit)
 
     def _listen(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
         host = stage.hosts.get(session)
@@ -281,7 +318,7 @@ class SimWorker:
         try:
             turn.made.extend(stage.make.turn(stage.hosts[turn.stamp.session], turn.stamp, turn.params, unit.payload))
         except BrokenError:
-            self._drop(stage, turn.stamp[:4], Outcome.FAILED, "stage_error")
+            self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
 
     def _send(self, stage: SimStage, turn: SimTurn) -> None:
         payload = turn.made.popleft()
@@ -293,9 +330,9 @@ class SimWorker:
                 continue
             turn.credits[route.receiver] -= 1
             if route.receiver == CLIENT:
-                self._media.send(lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload))
+                self._media.send(lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload), loose=True)
             else:
-                self._hand(stage, turn.stamp, route, Unit(payload, sender=(self.worker, stage.name)))
+                self._hand(turn.stamp, route, Unit(payload, sender=(self.worker, stage.name)))
 
     def _finish(self, stage: SimStage, turn: SimTurn) -> None:
         key = turn.stamp[:4]
@@ -303,13 +340,13 @@ class SimWorker:
         stage.over.add(key)
         for route in turn.routes:
             if route.receiver != CLIENT and not route.whole:
-                self._hand(stage, turn.stamp, route, Unit(None, True, None, turn.incomplete))
+                self._hand(turn.stamp, route, Unit(None, True, None, turn.incomplete))
         if any(route.whole for route in turn.routes):
             stage.finished[key] = turn
         outcome = Outcome.DONE if turn.incomplete is None else Outcome.INCOMPLETE
         self._end(stage, turn, outcome, turn.incomplete or "")
 
-    def _drop(self, stage: SimStage, key: Key, outcome: Outcome, reason: str) -> None:
+    def _drop(self, stage: SimStage, key: Key, reason: str, outcome: Outcome = Outcome.INCOMPLETE) -> None:
         stage.over.add(key)
         stage.finished.pop(key, None)
         turn = stage.turns.pop(key, None)
@@ -322,9 +359,13 @@ class SimWorker:
         lane = self._media if turn.final else self._control
         lane.send(lambda: self.world.it.ended(self.worker, stage.name, turn.stamp, outcome, reason))
 
+    def _leave(self) -> None:
+        if self._draining and not any(stage.hosts for stage in self._list):
+            self.die("drained")
+
     # -- between workers ---------------------------------------------------------------------------------------------
 
-    def _hand(self, stage: SimStage, stamp: Stamp, route: Route, unit: Unit) -> None:
+    def _hand(self, stamp: Stamp, route: Route, unit: Unit) -> None:
         peer = self.world.workers[route.worker]
         self._to(peer, lambda: peer.deliver(route.receiver, stamp, unit))
 
@@ -332,9 +373,10 @@ class SimWorker:
         if peer is self:
             arrive()
             return
-        if peer.worker not in self._peers:
-            self._peers[peer.worker] = self.world.lane()
-        self._peers[peer.worker].send(arrive)
+        lane = self._peers.get(peer.worker)
+        if lane is None:
+            lane = self._peers[peer.worker] = self.world.lane()
+        lane.send(arrive)
 
     def deliver(self, stage: str, stamp: Stamp, unit: Unit) -> None:
         """A unit from another stage."""
@@ -356,40 +398,64 @@ class SimWorker:
         if not self.world.admits(stamp) or key in stage.over:
             self._give_back(stage, stamp, unit)
         elif turn is None:
-            stage.early.setdefault(key, []).append(unit)
+            early = stage.early.setdefault(key, [])
+            early.append(unit)
+            self._check_room(stage, len(early) - 1)
         else:
-            self._take(turn, unit)
+            self._take(stage, turn, unit)
 
-    def _take(self, turn: SimTurn, unit: Unit) -> None:
+    def _take(self, stage: SimStage, turn: SimTurn, unit: Unit) -> None:
         if unit.payload is not None:
             turn.inbox.append(unit)
+            self._check_room(stage, len(turn.inbox))
         if unit.last:
             turn.inputs -= 1
             turn.incomplete = turn.incomplete or unit.incomplete
 
+    def _check_room(self, stage: SimStage, waiting: int) -> None:
+        assert stage.room is None or waiting <= stage.room, f"{waiting} units wait in {stage.name} (G11)"
+
     # -- calls of the port -------------------------------------------------------------------------------------------
 
-    def _open_session(self, stage: SimStage, session: SessionKey, params: Mapping[str, Scalar]) -> None:
-        assert session not in stage.hosts, f"session {session} is opened twice on {stage.name}"
+    def _host(self, stage: SimStage, session: SessionKey) -> Host:
+        assert session not in stage.hosts, f"session {session} is opened twice on {stage.name} (G3)"
 
         def find(payload: Payload) -> None:
             self._media.send(lambda: self.world.it.found(self.worker, stage.name, session, payload))
 
-        stage.hosts[session] = Host(session, params, find)
+        host = stage.hosts[session] = Host(session, find)
+        return host
+
+    def _open_session(self, stage: SimStage, session: SessionKey) -> None:
+        self._host(stage, session)
 
     def _close_session(self, stage: SimStage, session: SessionKey) -> None:
-        assert session in stage.hosts, f"session {session} is closed on {stage.name}, where it is not open"
+        assert session in stage.hosts, f"session {session} is closed on {stage.name}, where it is not open (G3)"
         del stage.hosts[session]
         for turn in (*stage.turns.values(), *stage.finished.values()):
             if turn.stamp.session == session:
-                self._drop(stage, turn.stamp[:4], Outcome.INCOMPLETE, "closed")
+                self._drop(stage, turn.stamp[:4], "closed")
         for key in tuple(stage.early):
             if Stamp(*key).session == session:
                 del stage.early[key]
+        self._leave()
+
+    def _fork(self, stage: SimStage, session: SessionKey, into: SessionKey) -> None:
+        assert session in stage.hosts, f"session {session} is forked on {stage.name}, where it is not open"
+        stage.make.fork(stage.hosts[session], self._host(stage, into))
+
+    def _snapshot(self, stage: SimStage, session: SessionKey, ticket: int) -> None:
+        host = stage.hosts.get(session)
+        payload = None if host is None else stage.make.snapshot(host)
+        self._media.send(lambda: self.world.it.snapshotted(self.worker, stage.name, session, ticket, payload))
+
+    def _restore(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
+        assert session in stage.hosts, f"session {session} is restored on {stage.name}, where it is not open"
+        stage.make.restore(stage.hosts[session], payload)
 
     def _open_turn(self, stage: SimStage, turn: SimTurn) -> None:
         key = turn.stamp[:4]
-        assert key not in stage.turns, f"turn {key} is opened twice on {stage.name}"
+        assert key not in stage.turns, f"turn {key} is opened twice on {stage.name} (G4)"
         early = stage.early.pop(key, [])
         if not self.world.admits(turn.stamp) or key in stage.over:
             stage.over.add(key)
@@ -397,10 +463,10 @@ class SimWorker:
                 self._give_back(stage, turn.stamp, unit)
             self._end(stage, turn, Outcome.INCOMPLETE, "stale")
             return
-        assert turn.stamp.session in stage.hosts, f"turn {key} is opened on {stage.name} without its session"
+        assert turn.stamp.session in stage.hosts, f"turn {key} is opened on {stage.name} without its session (G5)"
         stage.turns[key] = turn
         for unit in early:
-            self._take(turn, unit)
+            self._take(stage, turn, unit)
 
     def _forward(self, stage: SimStage, stamp: Stamp, route: Route) -> None:
         turn = stage.finished.get(stamp[:4])
@@ -409,15 +475,27 @@ class SimWorker:
             return
         kept = turn.kept.pop(route.receiver, [])
         for payload in kept:
-            self._hand(stage, stamp, route, Unit(payload))
-        self._hand(stage, stamp, route, Unit(None, True, None, turn.incomplete))
+            self._hand(stamp, route, Unit(payload))
+        self._hand(stamp, route, Unit(None, True, None, turn.incomplete))
         if not turn.kept:
             del stage.finished[stamp[:4]]
 
     def _abort(self, stage: SimStage, stamp: Stamp) -> None:
-        self._drop(stage, stamp[:4], Outcome.INCOMPLETE, "aborted")
+        self._drop(stage, stamp[:4], "aborted")
 
     def _credit(self, stage: str, stamp: Stamp, receiver: str, units: int) -> None:
         turn = self.stages[stage].turns.get(stamp[:4])
         if turn is not None:
             turn.credits[receiver] += units
+
+
+def _deadline(turn: SimTurn) -> int:
+    return turn.stamp.deadline_ns
+
+
+def _room(world: World, pipeline: str, stage: str) -> int | None:
+    """How many units may wait for one turn of the stage: all of its producers' credits, and what the server feeds."""
+    edges = [edge for edge in world.plan.pipeline(pipeline).edges if edge.consumer == stage]
+    if any(edge.handover is Handover.WHOLE for edge in edges):
+        return None
+    return 1 + sum(edge.credits or world.plan.limits.chunk_credits for edge in edges)

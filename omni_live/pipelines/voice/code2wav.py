@@ -78,10 +78,7 @@ class Code2Wav:
         self._waves = [wave for wave in self._waves if wave.turn is not turn]
 
     def step(self) -> bool:
-        for wave in sorted(self._waves, key=lambda w: w.urgency):
-            if self._advance(wave):
-                return True
-        return False
+        return any(self._advance(wave) for wave in sorted(self._waves, key=lambda w: w.urgency))
 
     def _advance(self, wave: Wave) -> bool:
         """One chunk of one reply; False where it has to wait."""

@@ -3,7 +3,7 @@
 Two things tell. The words: does the transcript trail off, end in a word that wants another, hang in a subordinate
 clause? And the voice: speech that ends falls (or rises) in pitch, lets its last sounds die away and has lasted long
 enough to say something, while speech that stops in the midst breaks off level. A logistic model weighs both. Its
-weights come from tests/pipelines/fit_completeness.py: synthetic speech of 250 sentences and phrases by ten voices,
+weights come from tests/pipelines/fit_completeness.py: synthetic speech of 250 sentences and phrases by eleven voices,
 whole, cut at word gaps, and paused at a comma that was put in.
 
 A language model adds much where there is one at hand: how likely it is that the utterance is over after its last
@@ -202,21 +202,21 @@ def logit(p: float) -> float:
 
 
 _WEIGHTS: Final = {
-    "marked": 0.793,
-    "trailing": -1.318,
-    "dangling": -1.334,
-    "opening": -1.33,
-    "whole": 1.26,
-    "one_word": 4.299,
-    "two_words": 2.421,
-    "pitch": -0.133,
-    "pitch_move": 0.131,
-    "level": -0.273,
-    "decay": 0.497,
-    "vowel": 0.22,
-    "length": 2.765,
+    "marked": 1.055,
+    "trailing": -0.790,
+    "dangling": -1.377,
+    "opening": -1.624,
+    "whole": 1.282,
+    "one_word": 4.447,
+    "two_words": 2.612,
+    "pitch": -0.138,
+    "pitch_move": 0.103,
+    "level": -0.422,
+    "decay": 0.385,
+    "vowel": 0.271,
+    "length": 2.848,
 }
-_BIAS: Final = -3.848
-_SCORE_WEIGHT: Final = 0.731
-_CLOSING_WEIGHT: Final = 0.53
-_CLOSING_BIAS: Final = 0.946
+_BIAS: Final = -4.189
+_SCORE_WEIGHT: Final = 0.702
+_CLOSING_WEIGHT: Final = 0.565
+_CLOSING_BIAS: Final = 0.92

@@ -121,7 +121,7 @@ class Ears:
                 if ear.listener.open_utterance == param_int(payload.meta, "utterance", 0):
                     ear.listener.clear()
             case "clear":
-                ear.frames.clear()
+                self._hear_all(session, ear)  # positions count what is forgotten, too
                 ear.listener.clear()
                 ear.settle = ear.running = None
             case "configure":
