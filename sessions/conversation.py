@@ -92,7 +92,7 @@ from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.reply import Chunk, Reply
 from omni_live.sessions.session import Session
 from omni_live.sessions.settings import Settings, TurnDetection
-from omni_live.sessions.stamp import Stamp
+from omni_live.sessions.stamp import LANES, Stamp
 from omni_live.sessions.turn import Cue, SessionState, TurnState, follow
 
 LEAST_COMMIT_MS = 100
@@ -337,7 +337,8 @@ class Conversation(Session):
 
     def history(self) -> History:
         """The conversation so far, without the turn that runs."""
-        return History(self.settings, tuple(self.items), self._turns, self._continuity.known)
+        items = tuple(item for item in self.items if item.status is not ItemStatus.IN_PROGRESS)
+        return History(self.settings, items, self._turns, self._continuity.known)
 
     def forked(self, session_id: str, slot: int, generation: int, ids: Ids, now: int) -> "Conversation":
         """A second session that goes on from here; whoever opens it copies the stages' state along."""
@@ -369,17 +370,22 @@ class Conversation(Session):
 
     def _restore_asked(self, input: RestoreAsked) -> None:
         self._drop_try()
-        if self._exchange is not None:
-            self._cut(self._exchange, "client_cancelled")
-        else:
-            self._raise_fence(CONVERSATION_LANE)
+        for exchange in (self._exchange, self._side):
+            if exchange is not None:
+                self._cut(exchange, "client_cancelled")
+        for lane in range(LANES):
+            self._raise_fence(lane)  # the numbers of turns are given out once more
         self._last = None
+        self._owed = False
+        self._awaited.clear()
         self._take_on(input.history)
-        if input.state is None:
-            self._continuity.lost()
-        else:
+        self._continuity.lost()  # what a stage restores is worth its time, but the messages are told again
+        if input.state is not None:
             self._effects.append(Restore(self.shape.thinker, input.state))
+        self._floor.detection, self._floor.overlap = self.settings.turn_detection, self.settings.overlap
         self._audio_cleared(AudioCleared())
+        if self.shape.ears:
+            self._configure_ears()
         self._emit(SessionUpdated(self.settings))
 
     # -- the user's side -----------------------------------------------------------------------------------------

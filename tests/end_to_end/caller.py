@@ -1,4 +1,4 @@
-"""A client of /v1/duplex that does exactly what a test says and nothing by itself, and keeps everything that it hears."""
+"""A client of /v1/duplex that does what a test says and nothing by itself, and keeps everything that it hears."""
 
 import asyncio
 import contextlib
@@ -169,9 +169,7 @@ class Caller:
     def words(self, response_id: str) -> str:
         kinds = ("response.output_audio_transcript.delta", "response.output_text.delta")
         return "".join(
-            event["delta"]
-            for event in self.events
-            if event["type"] in kinds and event["response_id"] == response_id
+            event["delta"] for event in self.events if event["type"] in kinds and event["response_id"] == response_id
         )
 
     def transcripts(self) -> list[str]:
@@ -282,9 +280,7 @@ async def items(caller: Caller) -> list[dict[str, Any]]:
     return [await caller.item(item_id) for item_id in added]
 
 
-async def retold(
-    port: int, told: list[dict[str, Any]], question: str, wanted: Mapping[str, Any] | None = None
-) -> str:
+async def retold(port: int, told: list[dict[str, Any]], question: str, wanted: Mapping[str, Any] | None = None) -> str:
     """What a fresh session answers that was told the same conversation."""
     async with session(port, wanted) as caller:
         for item in told:

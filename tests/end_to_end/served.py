@@ -1,4 +1,4 @@
-"""A server as its users start it: a process of its own on a free port, asked from outside and looked at through /proc."""
+"""A server as its users start it, a process of its own on a free port, seen from outside and through /proc."""
 
 import contextlib
 import http.client
@@ -88,8 +88,7 @@ class Served:
     def metrics(self) -> dict[Sample, float]:
         page = self.get("/metrics")[1]
         return {
-            (name, tuple(sorted(_LABEL.findall(labels)))): float(value)
-            for name, labels, value in _SAMPLE.findall(page)
+            (name, tuple(sorted(_LABEL.findall(labels)))): float(value) for name, labels, value in _SAMPLE.findall(page)
         }
 
     def metric(self, name: str, **labels: str) -> float:
@@ -160,7 +159,8 @@ class Served:
 
 def _difference(was: Mapping[Sample, float], is_now: Mapping[Sample, float]) -> str:
     names = sorted(set(was) | set(is_now))
-    return "; ".join(f"{name}: {was.get(name)} -> {is_now.get(name)}" for name in names if was.get(name) != is_now.get(name))
+    changed = [name for name in names if was.get(name) != is_now.get(name)]
+    return "; ".join(f"{name}: {was.get(name)} -> {is_now.get(name)}" for name in changed)
 
 
 def _children(pid: int) -> list[int]:
@@ -198,9 +198,7 @@ def served(
         )
     server = Served(process, folder)
     try:
-        wait_until(
-            lambda: ready.exists() or process.poll() is not None, f"not ready:\n{server.log()}", READY_WITHIN_S
-        )
+        wait_until(lambda: ready.exists() or process.poll() is not None, f"not ready:\n{server.log()}", READY_WITHIN_S)
         assert process.poll() is None, server.log()
         server.port = int(ready.read_text())
         yield server

@@ -163,7 +163,10 @@ POISON: list[tuple[str, str | bytes]] = [
     ("a lone surrogate", '{"type": "input.text.append", "text": "\\ud800"}'),
     ("not a number", '{"type": "playback.ack", "played_ms": NaN}'),
     ("a huge number", '{"type": "playback.ack", "played_ms": 1e400}'),
-    ("a negative length", '{"type": "conversation.item.truncate", "item_id": "x", "content_index": 0, "audio_end_ms": -1}'),
+    (
+        "a negative length",
+        '{"type": "conversation.item.truncate", "item_id": "x", "content_index": 0, "audio_end_ms": -1}',
+    ),
     ("bad base64", '{"type": "input_audio_buffer.append", "audio": "!!!!"}'),
     ("half a sample", '{"type": "input_audio_buffer.append", "audio": "AAAA"}'),
     ("an absurd rate", '{"type": "input_audio_buffer.append", "audio": "AAA=", "sample_rate_hz": 2147483647}'),
@@ -175,7 +178,10 @@ POISON: list[tuple[str, str | bytes]] = [
 
 
 async def test_G6_a_poisonous_frame_harms_only_what_it_asked_for(voice: Served) -> None:
-    async with session(voice.port, settings(tokens=20)) as neighbour, session(voice.port, settings(tokens=20)) as caller:
+    async with (
+        session(voice.port, settings(tokens=20)) as neighbour,
+        session(voice.port, settings(tokens=20)) as caller,
+    ):
         undisturbed = await neighbour.ask(STORY)
         for what, frame in POISON:
             caller.look_from_here()

@@ -1,4 +1,4 @@
-"""The end of a server: drained it lets replies finish, killed it leaves nothing that the next one does not clear away."""
+"""The end of a server: drained it lets replies finish, killed it leaves nothing that the next one does not clear."""
 
 import os
 import signal

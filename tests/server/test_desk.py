@@ -192,11 +192,12 @@ async def test_another_key_s_session_is_as_unknown_as_one_that_never_was() -> No
     assert told[0] == told[1]
 
 
-async def test_a_token_is_good_for_one_resume() -> None:
+async def test_a_token_is_good_until_something_is_heard_on_the_attachment_it_opened() -> None:
     house, box = House(), Box()
     line = await opened(house, box)
     token = created(box).resume_token
     house.desk.resume(line.session_id, token, 0, 0, Box(), "")
+    house.desk.resume(line.session_id, token, 0, 0, Box(), "").tell(Heartbeat())
     with pytest.raises(ResumeRefused) as refused:
         house.desk.resume(line.session_id, token, 0, 0, Box(), "")
     assert refused.value.code == "invalid_resume_token"

@@ -6,7 +6,19 @@ import pytest
 from session_driver import BRISK, BRISK_DETECTION, FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
 
 from omni_live.sessions.conversation import MAX_ITEMS, MAX_TEXT, SIDE_LANE, Shape
-from omni_live.sessions.effects import Abort, Credit, Emit, Feed, Hold, RaiseFence, Submit, Unhold
+from omni_live.sessions.effects import (
+    Abort,
+    Credit,
+    Emit,
+    Feed,
+    Hold,
+    RaiseFence,
+    Restore,
+    SnapshotReady,
+    Submit,
+    TakeSnapshot,
+    Unhold,
+)
 from omni_live.sessions.events import (
     AudioDelta,
     ContextDropped,
@@ -22,7 +34,9 @@ from omni_live.sessions.events import (
     TranscriptionDone,
     TranscriptionFailed,
 )
+from omni_live.sessions.ids import CountedIds
 from omni_live.sessions.inputs import (
+    Attached,
     AudioCleared,
     AudioCommitted,
     BargeInAsked,
@@ -33,9 +47,12 @@ from omni_live.sessions.inputs import (
     Outcome,
     PlaybackAcked,
     RespondAsked,
+    RestoreAsked,
     SettingsAsked,
+    SnapshotAsked,
     StageFound,
     StageLost,
+    StageSnapshotted,
     StageSpoke,
     TextAppended,
 )
@@ -353,7 +370,7 @@ def test_each_tentative_turn_is_tried_under_a_name_of_its_own(start: Start) -> N
 # -- overlap -------------------------------------------------------------------------------------------------------
 
 
-def test_a_barge_in_cuts_the_reply_to_what_was_heard(start: Start) -> None:
+def test_g8_a_barge_in_cuts_the_reply_to_what_was_heard(start: Start) -> None:
     drive = start()
     voice = storytelling(drive)
     at = drive.now
@@ -390,7 +407,7 @@ def test_a_barge_in_holds_fences_aborts_tells_and_lets_go_in_this_order(start: S
     ]
 
 
-def test_the_chunks_that_come_after_a_barge_in_are_dropped_and_counted(start: Start) -> None:
+def test_g12_the_chunks_that_come_after_a_barge_in_are_dropped_and_counted(start: Start) -> None:
     drive = start()
     voice = storytelling(drive, 4)
     drive.user.speak(736)
@@ -1070,3 +1087,88 @@ def test_the_audio_of_a_reply_is_what_the_voice_made_sample_by_sample(start: Sta
     drive.pass_ms(3000)
     samples = sum(len(delta.pcm) // 2 for delta in drive.all(AudioDelta))
     assert samples == voice.samples == 9 * 250 * SPEAKS
+
+
+# -- forks and snapshots ---------------------------------------------------------------------------------------------
+
+
+def snapshot(drive: Drive, ticket: int = 1) -> SnapshotReady:
+    drive.tell(SnapshotAsked(ticket))
+    assert drive.last(TakeSnapshot) == TakeSnapshot("thinker", ticket)
+    drive.tell(StageSnapshotted("thinker", ticket, Payload("kv")))
+    return drive.last(SnapshotReady)
+
+
+def test_a_restored_conversation_goes_on_from_where_the_snapshot_was_taken(start: Start) -> None:
+    drive = start(settings=Settings(instructions="Be brief."))
+    drive.user.turn("How are you?")
+    replied(drive)
+    ready = snapshot(drive)
+    drive.tell(SettingsAsked(Settings(instructions="Shout.", turn_detection=None)))
+    drive.tell(TextAppended("Tell me a story."))
+    replied(drive, "Once. ")
+    drive.tell(RestoreAsked(ready.history, ready.state))
+    drive.thinker.items.clear()
+    assert drive.texts == ["How are you?", "Fine, thanks. "]
+    assert drive.last(Restore).payload == Payload("kv")
+    configured = [feed.payload for feed in drive.all(Feed) if feed.payload.kind == "configure"]
+    assert configured[-1].meta["detect"] is True
+    drive.user.turn("And now?")
+    assert drive.seen[-1] == [
+        (SYSTEM, "Be brief."),
+        (USER, "How are you?"),
+        (ASSISTANT, "Fine, thanks. "),
+        (USER, "And now?"),
+    ]
+    assert drive.submits[-1].params["seed"] == drive.submits[1].params["seed"], "the second turn once more"
+
+
+def test_a_restore_cuts_what_runs_and_gives_no_name_twice(start: Start) -> None:
+    drive = start()
+    drive.user.turn("How are you?")
+    ready = snapshot(drive)
+    replied(drive)
+    drive.user.turn("Tell me a story.")
+    drive.voice().say("Once ")
+    drive.tell(RespondAsked(out_of_band=True, modality=Modality.TEXT))
+    drive.tell(RestoreAsked(ready.history, None))
+    assert drive.statuses == [COMPLETED, CANCELLED, CANCELLED]
+    assert not drive.live
+    drive.thinker.items.clear()
+    for _ in range(3):
+        drive.user.turn("Again?")
+        drive.tell(CancelAsked(), RespondAsked(out_of_band=True, modality=Modality.TEXT))
+        drive.tell(CancelAsked())
+    assert len({submit.stamp[:4] for submit in drive.submits}) == len(drive.submits)
+
+
+def test_a_snapshot_holds_nothing_of_the_turn_that_runs(start: Start) -> None:
+    drive = start()
+    storytelling(drive, 2)
+    ready = snapshot(drive)
+    assert [item.text for item in ready.history.items] == ["Tell me a story."]
+
+
+def test_one_snapshot_is_taken_at_a_time_and_a_late_one_is_nobodys(start: Start) -> None:
+    drive = start()
+    drive.tell(SnapshotAsked(1), SnapshotAsked(2))
+    assert drive.errors == ["snapshot_in_progress"]
+    drive.tell(StageSnapshotted("thinker", 9, None))
+    assert drive.count("stale_snapshot") == 1
+    assert not drive.all(SnapshotReady)
+    drive.tell(StageSnapshotted("thinker", 1, None))
+    assert drive.last(SnapshotReady).state is None
+
+
+def test_a_fork_goes_on_by_itself(start: Start) -> None:
+    drive = start()
+    drive.user.turn("How are you?")
+    replied(drive)
+    twin = drive.talk.forked("sess_2", 4, 1, CountedIds("twin"), drive.now)
+    twin.handle(Attached(1), drive.now)
+    effects = twin.handle(TextAppended("And now?"), drive.now)
+    (submit,) = [effect for effect in effects if isinstance(effect, Submit)]
+    assert submit.payload.meta["keep"] == 2
+    assert submit.stamp.turn == 2
+    assert drive.texts == ["How are you?", "Fine, thanks. "]
+    assert [item.text for item in twin.items] == ["How are you?", "Fine, thanks. ", "And now?"]

@@ -162,7 +162,7 @@ def test_an_attachment_after_a_detach_replaces_nobody(start: Start) -> None:
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 
-def test_a_resume_in_the_middle_of_a_reply_replays_exactly_what_was_missed(start: Start) -> None:
+def test_g7_a_resume_in_the_middle_of_a_reply_replays_exactly_what_was_missed(start: Start) -> None:
     drive = speaking(start, 2)
     before = {effect.seq: effect for effect in drive.emits if effect.seq}
     seen = max(before) - 2
@@ -193,7 +193,7 @@ def test_what_happens_while_detached_is_replayed_in_order(start: Start) -> None:
     assert drive.statuses == [ResponseStatus.COMPLETED]
 
 
-def test_voided_content_is_named_and_not_replayed(start: Start) -> None:
+def test_g1_g7_voided_content_is_named_and_not_replayed(start: Start) -> None:
     drive = speaking(start, 2)
     drive.tell(Detached(1))
     content = [effect.seq for effect in drive.emits if effect.content is not None]

@@ -36,7 +36,7 @@ from omni_live.sessions.events import (
     TurnDone,
     TurnSpoke,
 )
-from omni_live.sessions.inputs import ClientInput, Input, StageLost
+from omni_live.sessions.inputs import Asked, ClientInput, EventAcked, Heartbeat, Input, StageLost
 from omni_live.sessions.items import ResponseStatus
 from omni_live.sessions.session import FROM_CLIENT, Session
 from omni_live.sessions.stamp import SessionKey, Stamp
@@ -187,7 +187,10 @@ class Ledger:
 
     def apply(self, told: Input) -> None:
         """The session takes an input; those with numbers come in order, none twice and none left out."""
-        if self.sent is None or type(told) not in FROM_CLIENT:
+        if isinstance(told, Asked):
+            meta = told.payload.meta
+            self.wanted[told.request_id] = Wanted(told.outputs, cast(int, meta["units"]), bool(meta["poison"]))
+        if self.sent is None or type(told) not in FROM_CLIENT or isinstance(told, EventAcked | Heartbeat):
             return
         assert self.applied < len(self.sent), f"{self.name}: {told} is taken twice (G7)"
         assert told is self.sent[self.applied], f"{self.name}: {told} is taken for {self.sent[self.applied]} (G7)"

@@ -115,7 +115,7 @@ class Ears:
                 ear.frames.extend(ear.listener.take(np.frombuffer(payload.body, "<i2").astype(np.int16)))
             case "commit":
                 self._hear_all(session, ear)
-                self._report(session, ear, ear.listener.commit(param_int(payload.meta, "utterance", 0) or None))
+                self._commit(session, ear, param_int(payload.meta, "utterance", 0))
             case "discard":
                 self._hear_all(session, ear)
                 if ear.listener.open_utterance == param_int(payload.meta, "utterance", 0):
@@ -128,6 +128,13 @@ class Ears:
                 self._configure(session, ear, payload.meta)
             case _:
                 raise SessionError(session, "unknown_input")
+
+    def _commit(self, session: SessionKey, ear: Ear, utterance: int) -> None:
+        reports = ear.listener.commit(utterance or None)
+        self._report(session, ear, reports)
+        if not utterance and not reports:
+            at = ear.listener.at
+            self._find(session, Heard(ear.listener.nothing(), at, at, "", 0.0, True))
 
     def _configure(self, session: SessionKey, ear: Ear, meta: Mapping[str, Scalar]) -> None:
         self._hear_all(session, ear)

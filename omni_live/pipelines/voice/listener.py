@@ -243,6 +243,11 @@ class Listener:
             return []
         return self._close(current)
 
+    def nothing(self) -> int:
+        """The number of an utterance in which nobody spoke: a commit by hand of nothing but silence gets one too."""
+        self._number += 1
+        return self._number
+
     def clear(self) -> int:
         """Forget the audio since the last commit, speech included; how many samples that were."""
         forgotten = self._framer.drain()

@@ -121,6 +121,9 @@ class Thinker:
     def listen(self, session: SessionKey, payload: Payload) -> None:
         mind = self._mind(session)
         if payload.kind == "forget":
+            for thought in list(self._thoughts):
+                if thought.mind is mind and thought.phase is Phase.WAITING:
+                    self._start(thought)  # its context came before this
             first = 1 if mind.items and mind.items[0].role is Role.SYSTEM else 0
             del mind.items[first : first + param_int(payload.meta, "items", 0)]
             mind.told_dropped = False
