@@ -33,6 +33,7 @@ lint: venv
 	$(BIN)/lint-imports --no-logo
 
 bench: venv
+	$(BIN)/omni-live bench hops --json $(ARGS)
 	$(BIN)/omni-live bench voice --json $(ARGS)
 
 docs: venv

@@ -101,18 +101,7 @@ LEAST_COMMIT_MS = 100
 TRUNCATE_LENIENCY_MS = 260
 """A truncate past the end by no more than a chunk is taken as the end: clients race by a few milliseconds."""
 
-MAX_ITEMS = 512
-"""Items kept; beyond it the oldest go and the client is told (G11)."""
-
-MAX_TEXT = 1 << 20
-"""Characters kept in all items together; beyond it the oldest go, too. One item with more is refused."""
-
-HOLD_PATIENCE_NS = SECOND
-"""A reply is held no longer than this after the last word from the ears: a client that falls silent for good sends
-no audio in which the ears could find that it is silent."""
-
-TRANSCRIPT_PATIENCE_NS = 15 * SECOND
-"""A transcript that has not come by then fails, and whoever waits for it goes on without."""
+MS = SECOND // 1000
 
 CONVERSATION_LANE = 0
 TENTATIVE_LANES = (1, 2)
@@ -268,7 +257,7 @@ class Conversation(Session):
             self._effects.append(Hold())
 
     def _settle(self) -> None:
-        if self._held and self._now >= self._held_ns + HOLD_PATIENCE_NS:
+        if self._held and self._now >= self._held_ns + self.limits.hold_patience_ms * MS:
             self._go_on("silence")
         while self._awaited and self._now >= self._awaited[0].until_ns:
             self._no_transcript(self._awaited.pop(0).item_id, "timeout")
@@ -284,7 +273,7 @@ class Conversation(Session):
     def _next_ns(self) -> int | None:
         times = [awaited.until_ns for awaited in self._awaited[:1]]
         if self._held:
-            times.append(self._held_ns + HOLD_PATIENCE_NS)
+            times.append(self._held_ns + self.limits.hold_patience_ms * MS)
         for exchange in (self._exchange, self._side):
             if exchange is not None and exchange.state is not TurnState.LISTENING:
                 release_ns = self._release_ns(exchange)
@@ -501,7 +490,9 @@ class Conversation(Session):
         self._respond_to(item_id, heard.text, heard.end - heard.start)
 
     def _await_transcript(self, item_id: str, utterance: int, respond: bool | None) -> None:
-        self._awaited.append(Awaited(item_id, utterance, respond, self._now + TRANSCRIPT_PATIENCE_NS))
+        self._awaited.append(
+            Awaited(item_id, utterance, respond, self._now + round(self.limits.transcript_patience_s * SECOND))
+        )
 
     def _transcribed(self, utterance: int, text: str, samples: int) -> None:
         """The transcript of an utterance that was committed without one."""
@@ -1004,7 +995,7 @@ class Conversation(Session):
 
     def _text_appended(self, input: TextAppended) -> None:
         self._lease.touch(self._now)
-        if len(input.text) > MAX_TEXT:
+        if len(input.text) > self.limits.conversation_chars:
             self._refuse("invalid_value", "The text is too long.", input.event_id, "text")
             return
         if self._exchange is not None:
@@ -1022,7 +1013,7 @@ class Conversation(Session):
             message = f"Error adding item: an item with id '{item.id}' already exists."
             self._refuse("item_create_duplicate_item_id", message, input.event_id, "item.id")
             return
-        if len(item.text) > MAX_TEXT:
+        if len(item.text) > self.limits.conversation_chars:
             self._refuse("invalid_value", "Error adding item: its text is too long.", input.event_id, "item.content")
             return
         at = len(self.items)
@@ -1103,7 +1094,7 @@ class Conversation(Session):
         count, size = len(self.items), sum(len(old.text) for old in self.items)
         gone = set()
         for old in self.items[:-1]:
-            if count <= MAX_ITEMS and size <= MAX_TEXT:
+            if count <= self.limits.conversation_items and size <= self.limits.conversation_chars:
                 break
             gone.add(old.id)
             count, size = count - 1, size - len(old.text)

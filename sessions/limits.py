@@ -78,6 +78,17 @@ class Limits:
     """Audio released ahead of playback; more waits in the session, and the stage's credit with it. 0: unpaced."""
     turn_deadline_s: float = 300.0
     """A turn of which no output came for so long fails (`timeout`)."""
+    conversation_items: int = 512
+    """Items of one conversation. Reached: the oldest go, and the client is told which."""
+    conversation_chars: int = 1024 * KIB
+    """Characters in all items of one conversation. Reached: the oldest go; a single longer item is refused."""
+    mailbox_turns: int = 64
+    """Plain turns that wait behind the running one of their session. Reached: a turn is refused (`mailbox_full`)."""
+    hold_patience_ms: int = 1_000
+    """A reply is held no longer than this after the last word from the ears: a client that falls silent for good
+    sends no audio in which the ears could find that it is silent. Reached: the reply goes on."""
+    transcript_patience_s: float = 15.0
+    """A transcript that has not come by then fails, and whoever waits for it goes on without."""
     abort_deadline_ms: int = 2_000
     """A worker that still holds an aborted turn after this is wedged: it is killed, its sessions move on."""
     chunk_credits: int = 8

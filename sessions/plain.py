@@ -14,9 +14,6 @@ from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import Stamp
 from omni_live.sessions.turn import Cue, SessionState, TurnState, follow
 
-MAILBOX = 64
-"""Turns that may wait behind the one that runs; more are refused (G11)."""
-
 CUES = {Outcome.DONE: Cue.FINISHED, Outcome.INCOMPLETE: Cue.CUT_SHORT}
 
 
@@ -72,7 +69,7 @@ class PlainSession(Session):
             self._emit(ErrorTold("draining", "The server is going away.", input.request_id))
         elif self._turn is None:
             self._begin(input)
-        elif len(self._waiting) < MAILBOX:
+        elif len(self._waiting) < self.limits.mailbox_turns:
             self._waiting.append(input)
         else:
             self._effects.append(Count("mailbox_full"))

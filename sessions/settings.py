@@ -15,7 +15,7 @@ class TurnDetection:
     """Silence after which a turn ends for certain, whatever the transcript looks like."""
     min_silence_ms: int = 480
     """Silence after which it ends where the running transcript looks finished."""
-    speculative_ms: int = 160
+    speculative_ms: int = 96
     """Silence after which the turn is started tentatively; 0 never does."""
     min_speech_ms: int = 96
     create_response: bool = True

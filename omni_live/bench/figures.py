@@ -28,7 +28,7 @@ ROWS: Final = (
     Row("speech_to_silence_ms_p95", "speech to silence, 95 of 100", "ms"),
     Row("stale_chunks", "content behind the end of its reply"),
     Row("ttft_growth", "time to first token, turn 12 over turn 2", "", 2),
-    Row("idle_cpu_fraction", "processor when idle, share of a core", "", 4),
+    Row("idle_cpu_fraction", "processor when idle, share of a core", "", 5),
     Row("rss_mb", "memory of all processes (PSS)", "MiB"),
     Row("rss_sum_mb", "memory of all processes (sum of RSS)", "MiB"),
     Row("ready_s", "start until ready", "s", 2),

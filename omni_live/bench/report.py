@@ -42,7 +42,7 @@ def table(rows: Sequence[Row], values: Mapping[str, Value]) -> str:
 
 
 def _rounded(value: Value) -> Value:
-    return round(value, 4) if isinstance(value, float) else value
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def _shown(row: Row, value: Value) -> str:

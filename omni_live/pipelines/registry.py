@@ -12,8 +12,8 @@ VOICE = PipelineSpec(
     speaks_hz=24_000,
     stages=(
         StageSpec("ears", "omni_live.pipelines.voice.ears:Ears", bytes_per_session=2 * MIB),
-        # 22.5 KiB of KV per token (30 layers, 3 KV heads of 64, float32), 2048 tokens of context.
-        StageSpec("thinker", "omni_live.pipelines.voice.thinker:Thinker", bytes_per_session=92 * MIB),
+        # 22.5 KiB of KV per token (30 layers, 3 KV heads of 64, bfloat16), 2048 tokens of context.
+        StageSpec("thinker", "omni_live.pipelines.voice.thinker:Thinker", bytes_per_session=46 * MIB),
         StageSpec("talker", "omni_live.pipelines.voice.talker:Talker", bytes_per_session=1 * MIB),
         StageSpec("code2wav", "omni_live.pipelines.voice.code2wav:Code2Wav", bytes_per_session=1 * MIB),
     ),

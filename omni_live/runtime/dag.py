@@ -27,6 +27,8 @@ class Step:
     edges: tuple[EdgeSpec, ...]
     """Out-edges to active stages."""
     final: bool
+    rides: bool = False
+    """Its one producer hands on chunks and opens it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Dag:
                 1 if stage == entry else sum(edge.consumer == stage for edge in edges),
                 tuple(edge for edge in edges if edge.producer == stage),
                 stage in outputs,
+                [edge.handover for edge in edges if edge.consumer == stage] == [Handover.CHUNK],
             )
             for stage in self._order
             if stage in active

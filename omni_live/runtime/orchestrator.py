@@ -28,6 +28,7 @@ from omni_live.runtime.ports import (
     Fences,
     Mailbox,
     NoTrace,
+    Opening,
     Route,
     Spawner,
     Timer,
@@ -411,26 +412,30 @@ class Orchestrator:
             )
         turn = _Turn(submit.stamp, bound, course, submit.params, set(course.steps), set(submit.outputs))
         self._turns[turn.key] = bound.turns[turn.key] = turn
+        openings: dict[str, Opening] = {}
         for step in course.first:
-            self._open_part(turn, step)
-        entry = turn.parts[submit.entry]
-        entry.replica.port.feed_turn(submit.entry, entry.stamp, submit.payload, True)
+            self._open_part(turn, step, openings, submit.payload if step.stage == submit.entry else None)
 
-    def _open_part(self, turn: _Turn, step: Step) -> None:
+    def _open_part(self, turn: _Turn, step: Step, openings: dict[str, Opening], payload: Payload | None = None) -> None:
+        """Open the stage's side of the turn, or have its producer, which is opened next, do it (`openings`)."""
         bound = turn.bound
-        replica = bound.seats[step.stage]
-        stamp = turn.stamp
-        stamp = Stamp(stamp.slot, stamp.generation, stamp.epoch, stamp.turn, step.index, 0, stamp.deadline_ns)
-        turn.parts[step.stage] = _Part(replica, stamp)
-        routes = tuple(self._route(bound, edge) for edge in step.edges)
+        stage = step.stage
+        replica = bound.seats[stage]
+        slot, generation, epoch, number, _, _, deadline_ns = turn.stamp
+        stamp = Stamp._make((slot, generation, epoch, number, step.index, 0, deadline_ns))
+        turn.parts[stage] = _Part(replica, stamp)
+        routes = tuple([self._route(bound, edge, openings.get(edge.consumer)) for edge in step.edges])
         if step.final:
             routes += (Route(CLIENT, SERVER, self._limits.client_credits),)
-        replica.port.open_turn(step.stage, stamp, turn.params, routes, step.inputs)
+        if step.rides:
+            openings[stage] = Opening(replica.port.expect_turn(stage, stamp, routes), step.index, routes)
+        else:
+            replica.port.open_turn(stage, stamp, turn.params, routes, step.inputs, payload)
 
-    def _route(self, bound: _Bound, edge: EdgeSpec) -> Route:
+    def _route(self, bound: _Bound, edge: EdgeSpec, opening: Opening | None = None) -> Route:
         receiver = bound.seats[edge.consumer]
         credit = edge.credits or self._limits.chunk_credits
-        return Route(edge.consumer, receiver.worker, credit, edge.handover is Handover.WHOLE)
+        return Route(edge.consumer, receiver.worker, credit, edge.handover is Handover.WHOLE, opening)
 
     def _raise(self, bound: _Bound, fence: Fence) -> None:
         self._fences.write(fence)
@@ -554,13 +559,14 @@ class Orchestrator:
     def _hand_on(self, turn: _Turn, stage: str) -> None:
         """The stage has finished: open what waits for it and let it send what it kept."""
         bound = turn.bound
+        openings: dict[str, Opening] = {}
         for step in turn.course.later.get(stage, ()):
             if step.stage in turn.parts:
                 continue
             if any(self._seat(bound, name) is None for name in (step.stage, *(edge.consumer for edge in step.edges))):
                 self._fail(turn, step.stage, "replica_unavailable")
                 return
-            self._open_part(turn, step)
+            self._open_part(turn, step, openings)
         for edge in turn.course.steps[stage].edges:
             if edge.handover is Handover.WHOLE:
                 part = turn.parts[stage]

@@ -74,11 +74,15 @@ class Outbox:
 
     # -- bytes going out
 
-    def body(self, edge: Edge, stamp: Stamp, holder: int, payload: Payload) -> Body:
-        """The payload in the form in which it travels. Raises ArenaFull and ArenaUnavailable."""
+    def body(self, stage: str, receiver: str, stamp: Stamp, worker: int, payload: Payload) -> Body:
+        """The payload in the form in which it travels from `stage` to the receiver in `worker`.
+
+        Raises ArenaFull and ArenaUnavailable.
+        """
         if payload.nbytes <= INLINE_BYTES:
             return inline(payload)
-        return self._arena(edge).put(Key(stamp.session, stamp.epoch, holder), payload)
+        holder = SERVER if receiver == CLIENT else worker
+        return self._arena((stage, receiver)).put(Key(stamp.session, stamp.epoch, holder), payload)
 
     def release(self, source: int, tickets: list[Freed]) -> None:
         """The holder `source` is done with these tickets of ours."""

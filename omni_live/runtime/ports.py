@@ -5,8 +5,7 @@ ports in return, and never wait.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from omni_live.engines.contract import Load
 from omni_live.sessions.effects import Effect
@@ -19,8 +18,17 @@ CLIENT = ""
 """The receiver name that stands for the server (and so for the client) in a route."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Opening(NamedTuple):
+    """A stage's side of a turn that its one producer opens, before it has made anything."""
+
+    after: int
+    """What the receiver's `WorkerPort.expect_turn` returned."""
+    stage_index: int
+    """Of the stage in its pipeline; goes into its stamps."""
+    routes: "tuple[Route, ...]"
+
+
+class Route(NamedTuple):
     """Where one stage's output of one turn goes. A stage has one route for each receiver."""
 
     receiver: str
@@ -31,6 +39,8 @@ class Route:
     """Chunks that may be under way before the receiver gives credit back."""
     whole: bool = False
     """Keep everything until the stage has finished; it leaves when the orchestrator says `forward`."""
+    opens: Opening | None = None
+    """What to open at the receiver, where the orchestrator does not open it itself."""
 
 
 class WorkerPort(Protocol):
@@ -39,16 +49,34 @@ class WorkerPort(Protocol):
     def open_session(self, stage: str, session: SessionKey, params: Mapping[str, Scalar]) -> None: ...
     def close_session(self, stage: str, session: SessionKey) -> None: ...
     def open_turn(
-        self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Scalar],
+        routes: tuple[Route, ...],
+        inputs: int,
+        payload: Payload | None = None,
     ) -> None:
-        """Open the stage's side of a turn; it has `inputs` producers and has all of its input when each said last."""
+        """Open the stage's side of a turn; it has `inputs` producers and has all of its input when each said last.
+
+        `payload` is all of the client's input, where the stage is the turn's entry. The stage opens at once what its
+        routes say is to be opened (Route.opens), with the same `params`.
+        """
+
+    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+        """The stage's producer opens its side of the turn; its end is reported and it is aborted like any other.
+
+        Returns how many calls were made here before: the stage opens behind those, although its opening comes
+        another way.
+        """
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
         """Send what a finished stage kept for a whole edge to the receiver, whose turn is open by now."""
 
-    def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None: ...
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None: ...
-    def abort(self, stage: str, stamp: Stamp) -> None: ...
+    def abort(self, stage: str, stamp: Stamp) -> None:
+        """Answered by the end of the stage's part, also where its opening has not come yet."""
+
     def credit(self, stage: str, stamp: Stamp, units: int) -> None:
         """The client side took `units` chunks of the stage's output."""
 

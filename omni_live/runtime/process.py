@@ -28,6 +28,7 @@ from omni_live.runtime.wire import (
     INLINE_BYTES,
     Abort,
     Body,
+    Chunk,
     CloseSession,
     Configure,
     Counted,
@@ -60,7 +61,6 @@ from omni_live.runtime.wire import (
     freed,
     inline,
     unwrapped,
-    wire_route,
 )
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
@@ -223,25 +223,39 @@ class Process:
             self._hold(-1)
 
     def open_turn(
-        self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Scalar],
+        routes: tuple[Route, ...],
+        inputs: int,
+        payload: Payload | None = None,
     ) -> None:
         if self._is_gone:
             return
-        self._hold(1)
-        window = next((route.credits for route in routes if route.receiver == CLIENT), 0)
-        self._turns[stage, stamp[:4]] = _Turn(max(1, window // 4))
-        wire_routes = [wire_route(route) for route in routes]
-        if not self._call(self._control, OpenTurn(self._order, stage, stamp, dict(params), wire_routes, inputs)):
+        self.expect_turn(stage, stamp, routes)
+        body = None if payload is None else self._turn_body(stage, stamp, payload)
+        # What found no room in shared memory is no message for the control lane.
+        is_small = not isinstance(body, Inline) or len(body.body) <= INLINE_BYTES
+        first = Chunk(CLIENT, stage, stamp, body, False, True) if body is not None and is_small else None
+        if not self._call(self._control, OpenTurn(self._order, stage, stamp, dict(params), routes, inputs, first)):
             self._fail_soon(stage, stamp)
+        elif body is not None and first is None:
+            self._feed(stage, stamp, body, True)
+
+    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+        if not self._is_gone:
+            self._hold(1)
+            window = next((route.credits for route in routes if route.receiver == CLIENT), 0)
+            self._turns[stage, stamp[:4]] = _Turn(max(1, window // 4))
+        return self._order
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
-        self._call(self._control, Forward(self._order, stage, stamp, wire_route(route)))
+        self._call(self._control, Forward(self._order, stage, stamp, route))
 
     def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
-        body = self._body(stage, Key(stamp.session, stamp.epoch, self.worker), payload)
-        if not self._call(self._media, FeedTurn(self._order, stage, stamp, body, last)):
-            self._fail_soon(stage, stamp)
-            self.abort(stage, stamp)
+        """Client input that comes after the turn was opened."""
+        self._feed(stage, stamp, self._turn_body(stage, stamp, payload), last)
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
         body = self._body(stage, Key(session, 0, self.worker), payload)
@@ -359,8 +373,16 @@ class Process:
         self._order += 1
         return True
 
+    def _feed(self, stage: str, stamp: Stamp, body: Body, last: bool) -> None:
+        if not self._call(self._media, FeedTurn(self._order, stage, stamp, body, last)):
+            self._fail_soon(stage, stamp)
+            self.abort(stage, stamp)
+
     def _fail_soon(self, stage: str, stamp: Stamp) -> None:
         asyncio.get_running_loop().call_soon(self._ended, stage, stamp, Outcome.FAILED, "payload_refused", ())
+
+    def _turn_body(self, stage: str, stamp: Stamp, payload: Payload) -> Body:
+        return self._body(stage, Key(stamp.session, stamp.epoch, self.worker), payload)
 
     def _body(self, stage: str, key: Key, payload: Payload) -> Body:
         if payload.nbytes <= INLINE_BYTES or self._is_gone:

@@ -17,7 +17,7 @@ from omni_live.connectors.contract import Ticket, TicketInvalid
 from omni_live.engines.contract import Engine, SessionError, TurnError
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.outbox import CONTROL, Outbox
-from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.ports import CLIENT, Route
 from omni_live.runtime.turns import Handed, Item, Life, Output, StageTurn, TurnKey, discard
 from omni_live.runtime.wire import (
     SERVER,
@@ -42,7 +42,6 @@ from omni_live.runtime.wire import (
     Report,
     Restore,
     Snapshot,
-    WireRoute,
 )
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload
@@ -173,6 +172,8 @@ class Runner:
         self._next = 0
         self._waiting: dict[int, Call] = {}
         """Calls on the port that arrived ahead of earlier ones, which come by the other lane."""
+        self._ahead: list[tuple[int, OpenTurn]] = []
+        """Openings by producers that arrived ahead of calls that go before them."""
         self._moves = -1
         self._look_again = False
         self._draining = False
@@ -206,7 +207,10 @@ class Runner:
         if isinstance(message, Chunk):
             self._deliver(message.receiver, message.stamp, message, source)
         elif isinstance(message, Call):
-            self._in_order(message)
+            if source == SERVER:
+                self._in_order(message)
+            elif isinstance(message, OpenTurn):
+                self._opened_by(source, message)
         else:
             self._overtaking(source, message)
 
@@ -228,6 +232,9 @@ class Runner:
                 if turn.awaits(worker):
                     self._counts["turn_peer_lost"] += 1
                     self._fail(seat, turn, "peer_lost")
+        for source, opening in self._ahead:
+            if source == worker:
+                self._never_opened(self._seats[opening.stage], opening.stamp, Outcome.FAILED, "peer_lost")
         self._outbox.close_reader(worker)
 
     def step(self) -> bool:
@@ -276,6 +283,9 @@ class Runner:
 
     # -- turns.Floor
 
+    def open_here(self, message: OpenTurn) -> None:
+        self._open_turn(message, self._worker)
+
     def hand(self, receiver: str, stamp: Stamp, item: Handed) -> None:
         self._deliver(receiver, stamp, item, self._worker)
 
@@ -310,10 +320,23 @@ class Runner:
                 self._counts[f"refused_{error.code}"] += 1
             except TicketInvalid:
                 self._counts["tickets_invalid"] += 1
-            following = self._waiting.pop(self._next, None)
+            if self._ahead:
+                self._open_ahead()
+            following = self._waiting.pop(self._next, None) if self._waiting else None
             if following is None:
                 return
             message = following
+
+    def _opened_by(self, producer: int, message: OpenTurn) -> None:
+        if message.order > self._next:
+            self._ahead.append((producer, message))
+        else:
+            self._open_turn(message, producer)
+
+    def _open_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, []
+        for producer, message in ahead:
+            self._opened_by(producer, message)
 
     def _overtaking(self, source: int, message: Message | Call) -> None:
         match message:
@@ -341,17 +364,20 @@ class Runner:
         key = stamp[:4]
         turn = seat.turns.get(key)
         if turn is not None:
-            if item.outcome is Outcome.FAILED:
-                self._fail(seat, turn, item.reason)
-                return
-            turn.arrived(item, source)
-            if not seat.ready_ns:
-                seat.ready_ns = self._now()
+            self._arrive(seat, turn, item, source)
         elif key in seat.over or key in seat.lingering or key in seat.broken:
             self._counts["late_chunks"] += 1
             discard(item, source, self._outbox)
         else:
             self._keep_early(seat, key, stamp, item, source)
+
+    def _arrive(self, seat: Seat, turn: StageTurn, item: Item, source: int) -> None:
+        if item.outcome is Outcome.FAILED:
+            self._fail(seat, turn, item.reason)
+            return
+        turn.arrived(item, source)
+        if not seat.ready_ns:
+            seat.ready_ns = self._now()
 
     def _keep_early(self, seat: Seat, key: TurnKey, stamp: Stamp, item: Item, source: int) -> None:
         nbytes = _nbytes(item)
@@ -395,35 +421,54 @@ class Runner:
             seat.sessions.discard(session)
             seat.engine.close(session)
 
-    def _open_turn(self, message: OpenTurn) -> None:
+    def _open_turn(self, message: OpenTurn, opener: int = SERVER) -> None:
         seat, stamp = self._seats[message.stage], message.stamp
-        turn = StageTurn(seat.stage, stamp, message.params, message.inputs, self, self._outbox)
-        turn.send_to(
-            tuple(Output(turn, route, self._is_here(route), self._limits.kept_bytes) for route in message.routes)
-        )
-        early = self._early.pop((seat.stage, turn.key), None)
+        turn = StageTurn(seat.stage, stamp, message.params, message.inputs, opener, self, self._outbox)
+        early = self._early.pop((seat.stage, turn.key), None) if self._early else None
         refusal = self._refusal(seat, turn)
-        if refusal is not None:
-            turn.end(*refusal)
-            self._retire(seat, turn)
-        else:
-            seat.turns[turn.key] = turn
-            self._changed = True
-            seat.engine.begin(turn)
-            self._mark(seat)
+        if refusal is None:
+            self._begin(seat, turn, message)
+        elif turn.key not in seat.over:
+            self._never_opened(seat, stamp, *refusal)
+        if message.first is not None:
+            self._deliver(seat.stage, stamp, message.first, opener)
         if early is not None:
             self._early_bytes -= early.nbytes
             for item, source in early.items:
                 self._deliver(seat.stage, stamp, item, source)
 
-    def _is_here(self, route: WireRoute) -> bool:
+    def _begin(self, seat: Seat, turn: StageTurn, message: OpenTurn) -> None:
+        """Open what hangs on the turn before its engine can have made anything, then tell the engine."""
+        routes, kept_cap = message.routes, self._limits.kept_bytes
+        outputs = tuple([Output(turn, route, self._is_here(route), kept_cap) for route in routes])
+        turn.send_to(outputs)
+        seat.turns[turn.key] = turn
+        self._changed = True
+        for output, route in zip(outputs, routes, strict=True):
+            if route.opens is not None:
+                output.open(message, route.opens)
+        try:
+            seat.engine.begin(turn)
+        except TurnError as error:
+            self._failed(error)
+        self._mark(seat)
+
+    def _never_opened(self, seat: Seat, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+        """Report the end of a turn that has not begun here, and see to it that it never does."""
+        key = stamp[:4]
+        seat.remember(key)
+        if (seat.stage, key) in self._early:
+            self._drop_early((seat.stage, key))
+        self._outbox.say(CONTROL, Ended(seat.stage, stamp, outcome, reason))
+
+    def _is_here(self, route: Route) -> bool:
         return route.worker == self._worker and route.receiver in self._seats
 
     def _refusal(self, seat: Seat, turn: StageTurn) -> tuple[Outcome, str] | None:
         if not self._fences.admits(turn.stamp):
             return Outcome.INCOMPLETE, "stale"
         if turn.key in seat.over:
-            return Outcome.INCOMPLETE, "aborted"
+            return Outcome.INCOMPLETE, "over"
         if turn.key in seat.broken:
             return Outcome.FAILED, "input_lost"
         if turn.session not in seat.sessions:
@@ -489,7 +534,8 @@ class Runner:
         elif key in seat.over:
             seat.report(key)
         else:
-            seat.remember(key)  # its OpenTurn may still wait for the other lane
+            # Its opening waits for the other lane, or comes by a producer. Or never, where that one is dead.
+            self._never_opened(seat, message.stamp, Outcome.INCOMPLETE, "aborted")
 
     def _credit(self, message: Credit) -> None:
         seat = self._seats.get(message.sender)

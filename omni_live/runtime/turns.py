@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from omni_live.connectors.contract import ArenaFull, ArenaUnavailable, Ticket, TicketInvalid
 from omni_live.engines.contract import TurnError
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
-from omni_live.runtime.ports import CLIENT
-from omni_live.runtime.wire import SERVER, Chunk, Credit, End, Ended, Inline, Spoke, WireRoute, unwrapped
+from omni_live.runtime.ports import CLIENT, Opening, Route
+from omni_live.runtime.wire import SERVER, Chunk, Credit, End, Ended, Inline, OpenTurn, Spoke, unwrapped
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, Stamp
@@ -47,6 +47,9 @@ Item = Chunk | Handed
 class Floor(Protocol):
     """What a turn needs of the runner that made it."""
 
+    def open_here(self, message: OpenTurn) -> None:
+        """Open a receiver that is a stage of the same worker."""
+
     def hand(self, receiver: str, stamp: Stamp, item: Handed) -> None:
         """Bring a unit of work to a stage of the same worker."""
 
@@ -73,6 +76,7 @@ class Output:
         "_ending",
         "_kept",
         "_kept_cap",
+        "_opening",
         "_queue",
         "_turn",
         "_unsent",
@@ -85,24 +89,40 @@ class Output:
         "worker",
     )
 
-    def __init__(self, turn: "StageTurn", route: WireRoute, is_local: bool, kept_cap: int) -> None:
+    def __init__(self, turn: "StageTurn", route: Route, is_local: bool, kept_cap: int) -> None:
         self.receiver = route.receiver
-        self.worker = route.worker
-        self.window = max(1, route.credits)
+        self.worker: int = route.worker
+        self.window = route.credits if route.credits > 0 else 1
         self.held = route.whole
         self.is_local = is_local
         self._turn = turn
         self._credits = self.window
-        self._queue: deque[tuple[Stamp, Payload]] = deque()
-        self.room = _UNBOUNDED if self.held else self.window
+        self._queue: deque[tuple[Stamp, Payload]] | tuple[()] = ()
+        self.room = _UNBOUNDED if route.whole else self.window
         """Chunks that may be emitted now."""
         self._kept = 0
         self._kept_cap = kept_cap
         self._ending: tuple[Outcome, str] | None = None
         self.is_settled = False
         """True once the receiver was told that this was all."""
+        self._opening: OpenTurn | None = None
         self._unsent: Chunk | Spoke | None = None
         self._batch = -1
+        """The outbox's batch in which these two were said."""
+
+    def open(self, ours: OpenTurn, opening: Opening) -> None:
+        """Open the receiver's side. The first chunk goes along, where it is made before this has left."""
+        after, stage_index, routes = opening
+        slot, generation, epoch, turn, _, _, deadline_ns = ours.stamp
+        stamp = Stamp._make((slot, generation, epoch, turn, stage_index, 0, deadline_ns))
+        theirs = OpenTurn(after, self.receiver, stamp, ours.params, routes, 1)
+        if self.is_local:
+            self._turn.floor.open_here(theirs)
+            return
+        outbox = self._turn.outbox
+        outbox.say(self.worker, theirs)
+        self._opening = theirs
+        self._batch = outbox.batch
 
     def emit(self, stamp: Stamp, payload: Payload) -> None:
         self.room -= 1
@@ -120,7 +140,7 @@ class Output:
         if starved and units:
             self._turn.floor.has_room(self._turn)
 
-    def forward(self, route: WireRoute) -> None:
+    def forward(self, route: Route) -> None:
         """The receiver of a whole edge is there: send what was kept."""
         self.worker = route.worker
         self.held = False
@@ -144,7 +164,7 @@ class Output:
         self.pump()
 
     def drop(self) -> None:
-        self._queue.clear()
+        self._queue = ()
 
     def break_off(self, code: str) -> None:
         """What was promised to the receiver will not come: its turn cannot end well."""
@@ -166,31 +186,39 @@ class Output:
             self._credits -= 1
             turn.floor.hand(self.receiver, stamp, Handed(turn.own(payload), False, self))
             return True
-        edge = (turn.stage, self.receiver)
-        holder = SERVER if self.receiver == CLIENT else self.worker
+        outbox = turn.outbox
         try:
-            body = turn.outbox.body(edge, stamp, holder, payload)
+            body = outbox.body(turn.stage, self.receiver, stamp, self.worker, payload)
         except ArenaFull:
-            turn.outbox.counts["arena_waits"] += 1
+            outbox.counts["arena_waits"] += 1
             return False
         except ArenaUnavailable as error:
             raise TurnError(turn, error.code) from error
         self._credits -= 1
         if self.receiver == CLIENT:
-            spoke = Spoke(turn.stage, stamp, body)
-            self._unsent = spoke
-            turn.outbox.say(MEDIA, spoke)
+            self._unsent = spoke = Spoke(turn.stage, stamp, body)
+            outbox.say(MEDIA, spoke)
+            self._batch = outbox.batch
         else:
-            chunk = Chunk(turn.stage, self.receiver, stamp, body, self._credits <= self.window // 2)
-            self._unsent = chunk
-            turn.outbox.say(self.worker, chunk)
-        self._batch = turn.outbox.batch
+            self._hand_on(Chunk(turn.stage, self.receiver, stamp, body, self._credits <= self.window // 2))
         return True
+
+    def _hand_on(self, chunk: Chunk) -> None:
+        outbox = self._turn.outbox
+        opening, self._opening = self._opening, None
+        if opening is not None and self._batch == outbox.batch:
+            opening.first = chunk
+        else:
+            outbox.say(self.worker, chunk)
+        self._unsent = chunk
+        self._batch = outbox.batch
 
     def _keep(self, stamp: Stamp, payload: Payload) -> None:
         self._kept += payload.nbytes
         if self._kept > self._kept_cap:
             raise TurnError(self._turn, "resource_exhausted")
+        if isinstance(self._queue, tuple):
+            self._queue = deque()
         self._queue.append((stamp, self._turn.own(payload)))
 
     def _end(self) -> None:
@@ -215,8 +243,7 @@ class Output:
         elif isinstance(unsent, Chunk):
             unsent.last, unsent.outcome, unsent.reason, unsent.through = True, outcome, reason, through
         else:
-            chunk = Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason, through)
-            turn.outbox.say(self.worker, chunk)
+            self._hand_on(Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason, through))
         if turn.life is Life.FINISHED and not turn.unsettled:
             turn.floor.settled(turn)
 
@@ -230,6 +257,7 @@ class StageTurn:
         "_credit",
         "_inbox",
         "_inputs",
+        "_opener",
         "_owed",
         "_upstream",
         "carrier",
@@ -257,6 +285,7 @@ class StageTurn:
         stamp: Stamp,
         params: Mapping[str, Scalar],
         inputs: int,
+        opener: int,
         floor: Floor,
         outbox: Outbox,
     ) -> None:
@@ -284,8 +313,10 @@ class StageTurn:
         self.since_ns = 0
         """When it finished; what nobody forwards for too long is dropped."""
         self._inputs = inputs
-        self._inbox: deque[tuple[Item, int]] = deque()
-        """Units of work, each with the worker it came from (SERVER: the client's input)."""
+        self._opener = opener
+        """The worker that opened it: SERVER, or its one producer's."""
+        self._inbox: list[tuple[Item, int]] = []
+        """Units of work, each with the worker it came from (SERVER: the client's input). Credits keep it short."""
         self._owed: dict[tuple[int, str], int] = {}
         """(worker, stage) of each remote producer under way, and the credit not given back to it yet."""
         self._borrowed: tuple[int, Ticket] | None = None
@@ -301,7 +332,7 @@ class StageTurn:
             self._let_go()
         if not self._inbox:
             return None
-        item, source = self._inbox.popleft()
+        item, source = self._inbox.pop(0)
         if isinstance(item, Handed):
             item.output.give(1)
             return item.payload
@@ -326,8 +357,10 @@ class StageTurn:
         for output in outputs:
             if output.room <= 0:
                 raise TurnError(self)
-        slot, generation, epoch, turn, stage, _, deadline_ns = self.stamp
-        stamp = Stamp._make((slot, generation, epoch, turn, stage, self.seq, deadline_ns))
+        stamp = self.stamp
+        if self.seq:
+            slot, generation, epoch, turn, stage, _, deadline_ns = stamp
+            stamp = Stamp._make((slot, generation, epoch, turn, stage, self.seq, deadline_ns))
         self.seq += 1
         for output in outputs:
             output.emit(stamp, payload)
@@ -348,7 +381,7 @@ class StageTurn:
             return
         if not self.has_client:
             # Whatever waits for a whole edge waits for the report, so that one goes at once.
-            self.carrier = None if self.awaits_forward else next(iter(self.outputs), None)
+            self.carrier = self.outputs[0] if self.outputs and not self.awaits_forward else None
             if self.carrier is None:
                 self.end(outcome, reason)
         for output in self.outputs:
@@ -367,11 +400,16 @@ class StageTurn:
         """Set where the output goes; before the engine sees the turn."""
         self.outputs = outputs
         self.unsettled = len(outputs)
-        self.has_client = any(output.receiver == CLIENT for output in outputs)
+        for output in outputs:
+            if output.receiver == CLIENT:
+                self.has_client = True
 
     @property
     def awaits_forward(self) -> bool:
-        return any(output.held for output in self.outputs)
+        for output in self.outputs:  # noqa: SIM110 - a generator costs more than the rest of `finish`
+            if output.held:
+                return True
+        return False
 
     def arrived(self, item: Item, source: int) -> None:
         """A unit of work from the worker `source`."""
@@ -394,7 +432,9 @@ class StageTurn:
                 self._upstream = (item.outcome, item.reason)
 
     def awaits(self, worker: int) -> bool:
-        """True where that worker has begun to produce input and has not said last."""
+        """True where that worker is known to produce input and has not said last."""
+        if self._opener == worker and self._inputs > 0:
+            return True
         return any(producer == worker for producer, _ in self._owed)
 
     def sends_to(self, worker: int) -> bool:
@@ -470,7 +510,7 @@ class StageTurn:
     def _discard_input(self) -> None:
         self._let_go()
         while self._inbox:
-            item, source = self._inbox.popleft()
+            item, source = self._inbox.pop(0)
             discard(item, source, self.outbox)
         self._owed.clear()
 

@@ -51,13 +51,6 @@ class Freed(NamedTuple):
     generation: int
 
 
-class WireRoute(NamedTuple):
-    receiver: str
-    worker: int
-    credits: int
-    whole: bool
-
-
 class WireStage(NamedTuple):
     name: str
     engine: str
@@ -110,15 +103,19 @@ class CloseSession(Call, array_like=True, tag=3, gc=False):
 
 
 class OpenTurn(Call, array_like=True, tag=4, gc=False):
+    """Comes from a producer, too (Route.opens); `order` then says how many of the server's calls go before it."""
+
     stamp: Stamp
     params: dict[str, Scalar]
-    routes: list[WireRoute]
+    routes: tuple[Route, ...]
     inputs: int
+    first: "Chunk | None" = None
+    """What is there to begin with."""
 
 
 class Forward(Call, array_like=True, tag=5, gc=False):
     stamp: Stamp
-    route: WireRoute
+    route: Route
 
 
 class FeedSession(Call, array_like=True, tag=6, gc=False):
@@ -265,7 +262,7 @@ class Pong(msgspec.Struct, array_like=True, tag=37, gc=False):
 
 Calls = OpenSession | CloseSession | OpenTurn | Forward | FeedSession | FeedTurn | Fork | Snapshot | Restore
 FromServer = Configure | Calls | Abort | Credit | Free | Drain | Ping
-FromProducer = Hello | Chunk | Free
+FromProducer = Hello | OpenTurn | Chunk | Free
 FromReceiver = Credit | Free
 FromWorker = Ready | Spoke | Ended | Found | Snapshotted | Report | Counted | Pong | Free
 Message = FromServer | FromProducer | FromReceiver | FromWorker
@@ -300,10 +297,6 @@ def inline(payload: Payload) -> Inline:
 
 def unwrapped(body: Inline) -> Payload:
     return Payload(body.kind, body.meta, body.body, body.arrays)
-
-
-def wire_route(route: Route) -> WireRoute:
-    return WireRoute(route.receiver, route.worker, route.credits, route.whole)
 
 
 def freed(ticket: Ticket) -> Freed:

@@ -39,6 +39,7 @@ from omni_live.runtime.wire import (
     FromServer,
     Hello,
     Message,
+    OpenTurn,
     Ready,
     WireError,
 )
@@ -165,7 +166,7 @@ class Worker:
         for target, message in said:
             if target < 0:
                 self._lanes[target].send(message)
-            elif isinstance(message, Chunk):
+            elif isinstance(message, Chunk | OpenTurn):
                 (self._receivers.get(target) or self._connect(target)).send(message)
             else:
                 producer = self._producers.get(target)

@@ -138,7 +138,7 @@ def test_caps_of_a_pipeline_are_laid_over_the_limits_and_a_session_costs_what_it
     placed = planned("pipelines:\n  voice: {max_sessions: 3}\n  echo:")
     assert placed.caps().for_pipeline("voice") == Amount(3, Limits().max_bytes_per_pipeline, 1_000_000)
     assert placed.caps().for_pipeline("echo").sessions == Limits().max_sessions_per_pipeline
-    assert placed.cost("voice").amount.nbytes == sum(stage.bytes_per_session for stage in VOICE.stages) > 90 * MIB
+    assert placed.cost("voice").amount.nbytes == sum(stage.bytes_per_session for stage in VOICE.stages) > 45 * MIB
     assert placed.cost("voice").pipeline == "voice"
 
 

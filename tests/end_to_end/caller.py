@@ -280,9 +280,9 @@ async def items(caller: Caller) -> list[dict[str, Any]]:
     return [await caller.item(item_id) for item_id in added]
 
 
-async def retold(port: int, told: list[dict[str, Any]], question: str, wanted: Mapping[str, Any] | None = None) -> str:
+async def retold(port: int, told: list[dict[str, Any]], question: str) -> str:
     """What a fresh session answers that was told the same conversation."""
-    async with session(port, wanted) as caller:
+    async with session(port) as caller:
         for item in told:
             parts = [{"type": part["type"], **_said(part)} for part in item["content"]]
             if any(text for part in parts for text in _said(part).values()):

@@ -10,7 +10,7 @@ import pytest
 from omni_live.clients.duplex import Options, Patience, Session, connect
 from omni_live.clients.duplex_events import Event, Heard, Reattached, ReplyEnded, Sound
 
-from .caller import FRANCE, HEARS_HZ, speech
+from .caller import DINNER, FRANCE, HEARS_HZ, speech
 from .served import Served
 
 STORY = "Tell me a short story about a robot."
@@ -32,7 +32,7 @@ class Listening:
         drops = sorted(self.drops)
         async with asyncio.timeout(60):
             async for event in self.session:
-                self._take(event)
+                self.take(event)
                 while drops and len(self.sound) >= drops[0]:
                     drops.pop(0)
                     self.session.drop_transport()
@@ -40,7 +40,7 @@ class Listening:
                     return self.sound
         raise AssertionError("the session ended before its reply")
 
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Sound):
             assert event.start_sample * 2 == len(self.sound), "a piece is missing, or came twice"
@@ -104,6 +104,21 @@ async def test_G7_speech_over_a_dropped_socket_is_heard_whole_and_answered_alike
         assert dropped.heard() == held.heard() == ["What is the capital city of France?"]
         assert dropped.came_back() == 1
         assert not dropped.session.counts.lost_bytes
+
+
+async def test_G12_what_is_said_while_the_socket_is_down_is_heard_utterance_by_utterance(voice: Served) -> None:
+    async with talking(voice) as dropped:
+        dropped.session.drop_transport()
+        await _in_pieces(dropped.session, speech(FRANCE) + speech(DINNER))
+        async with asyncio.timeout(60):
+            async for event in dropped.session:
+                dropped.take(event)
+                if len(dropped.heard()) == 2:
+                    break
+        # two recognisers work at once, so transcripts may overtake each other
+        said = ["What is the capital city of France?", "What should I cook for dinner tonight?"]
+        assert sorted(dropped.heard()) == said
+        assert dropped.came_back() == 1
 
 
 async def _in_pieces(session: Session, pcm: bytes) -> None:

@@ -10,7 +10,7 @@ from .served import Served
 STORY = "Tell me a short story about a robot."
 
 
-async def typed(port: int, text: str = STORY, *, seed: int = 7, binary: bool = False, **more: object) -> bytes:
+async def typed(port: int, text: str = STORY, *, seed: int = 7, binary: bool = False, **more: Any) -> bytes:
     """The sound of the answer to a session's first words."""
     async with session(port, settings(seed, **more), binary=binary) as caller:
         response = await caller.ask(text)
@@ -29,7 +29,7 @@ async def test_JSON_and_msgpack_carry_the_same_sound(voice: Served) -> None:
 
 
 async def test_pacing_changes_when_a_reply_comes_and_nothing_of_it(voice: Served) -> None:
-    assert await typed(voice.port, lead_ms=300) == await typed(voice.port, lead_ms=0)
+    assert await typed(voice.port, lead_ms=300, tokens=12) == await typed(voice.port, lead_ms=0, tokens=12)
 
 
 async def _live(caller: Caller, pcm: bytes) -> None:

@@ -25,7 +25,7 @@ from omni_live.sessions.findings import SpeechBegan, SpeechFaded, SpeechPaused, 
 from omni_live.sessions.settings import TurnDetection
 
 T = TypeVar("T")
-DETECTION = TurnDetection()
+DETECTION = TurnDetection(speculative_ms=160)
 BOUNDS = Bounds()
 PREFIX = 4800
 LOUD = np.full(FRAME, 16_384, np.int16)
@@ -261,7 +261,7 @@ def test_turning_detection_off_keeps_the_open_utterances_audio_for_the_commit() 
 def test_turning_detection_on_keeps_no_more_than_the_prefix() -> None:
     listener = Listener(None)
     listener.take(np.zeros(100 * FRAME, np.int16))
-    assert listener.configure(TurnDetection()) == []
+    assert listener.configure(TurnDetection(speculative_ms=160)) == []
     (began, _) = listener.hear(LOUD, 0.9)
     assert isinstance(began, SpeechBegan)
     assert began.start == 100 * FRAME - 4800
@@ -345,7 +345,7 @@ def test_no_end_of_sound_is_made_up_in_a_loud_room_or_in_silence() -> None:
 
 
 def test_silence_is_counted_from_the_end_of_the_sound_not_of_the_detectors_frames() -> None:
-    listener = Listener(TurnDetection())
+    listener = Listener(TurnDetection(speculative_ms=160))
     audio = spoken(10 * FRAME + 200, 8 * FRAME - 200)
     reports: list[Report] = []
     for index, frame in enumerate(listener.take(audio)):
@@ -358,8 +358,35 @@ def test_silence_is_counted_from_the_end_of_the_sound_not_of_the_detectors_frame
 
 
 def test_sound_that_seems_to_end_long_before_the_detector_says_so_is_not_believed() -> None:
-    listener = Listener(TurnDetection())
+    listener = Listener(TurnDetection(speculative_ms=160))
     reports: list[Report] = []
     for index, frame in enumerate(listener.take(spoken(10 * FRAME, 14 * FRAME))):
         reports += listener.hear(frame, 0.9 if index < 20 else 0.01)
     assert of(SpeechPaused, reports)[0].end == 20 * FRAME - 1920
+
+
+CERTAIN = DETECTION.silence_duration_ms * 16
+
+
+def heard(pause: int, commits: bool) -> list[Report]:
+    """Speech, so many frames of silence, speech; `commits` says whether the session's word comes at once or never."""
+    ears = Ears()
+    reports: list[Report] = []
+    for probability in [0.01] * 12 + [0.9] * 20 + [0.01] * pause + [0.9] * 20 + [0.01] * 14:
+        reports += ears.hear(probability)
+        last = reports[-1] if reports else None
+        if commits and isinstance(last, SpeechPaused) and last.silence >= CERTAIN:
+            reports += ears.listener.commit(last.utterance)
+    return reports
+
+
+@pytest.mark.parametrize("pause", [14, 15, 16, 17, 20, 30])
+def test_speech_after_the_certain_end_is_cut_alike_whether_the_commit_comes_in_time_or_late(pause: int) -> None:
+    in_time, late = heard(pause, commits=True), heard(pause, commits=False)
+    assert of(SpeechBegan, late) == of(SpeechBegan, in_time)
+    assert of(SpeechWent, late) == of(SpeechWent, in_time)
+    assert len(of(SpeechBegan, late)) == (2 if pause * FRAME >= CERTAIN else 1)
+    if pause * FRAME >= CERTAIN:
+        assert of(Settle, late) == of(Settle, in_time) != []
+    wanted = [(one.utterance, one.start, one.end, one.pcm.tolist()) for one in of(Transcribe, late)]
+    assert wanted == [(one.utterance, one.start, one.end, one.pcm.tolist()) for one in of(Transcribe, in_time)]

@@ -12,7 +12,7 @@ from omni_live.runtime import drives
 from omni_live.runtime.drives import InlineDrive, ThreadedDrive
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.outbox import Outbox
-from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.ports import CLIENT, Route
 from omni_live.runtime.runner import Runner
 from omni_live.runtime.wire import (
     SERVER,
@@ -26,7 +26,6 @@ from omni_live.runtime.wire import (
     OpenSession,
     OpenTurn,
     Spoke,
-    WireRoute,
 )
 from omni_live.sessions.stamp import Fence
 
@@ -115,7 +114,7 @@ async def driving(
 
 
 def opening() -> list[Message]:
-    route = WireRoute(CLIENT, SERVER, 4, False)
+    route = Route(CLIENT, SERVER, 4, False)
     return [OpenSession(0, "a", STAMP.session, {}), OpenTurn(1, "a", STAMP, {}, [route], 1)]
 
 

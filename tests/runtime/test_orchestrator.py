@@ -11,7 +11,7 @@ from omni_live.config.plan import Plan, PoolPlan, WorkerPlan
 from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import EdgeSpec, Handover, PipelineSpec, StageSpec
 from omni_live.runtime.orchestrator import IllegalEffectError, Orchestrator, UnavailableError
-from omni_live.runtime.ports import CLIENT, Route, WorkerId
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.slots import Slots
 from omni_live.sessions.effects import (
     Abort,
@@ -42,6 +42,8 @@ from omni_live.sessions.stamp import LANES, Fence, SessionKey, Stamp, session_ke
 
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
+AFTER = 5
+"""The calls that every worker has had before a turn that it is to expect."""
 
 
 @dataclass
@@ -99,17 +101,26 @@ class FakeWorker:
         self._note("close_session", stage, session)
 
     def open_turn(
-        self, stage: str, stamp: Stamp, params: Mapping[str, Any], routes: tuple[Route, ...], inputs: int
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Any],
+        routes: tuple[Route, ...],
+        inputs: int,
+        payload: Payload | None = None,
     ) -> None:
-        self._note("open_turn", stage, stamp, routes, inputs)
+        self._note("open_turn", stage, stamp, routes, inputs, payload)
         if self.on_open is not None:
             self.on_open(stage, stamp)
 
+    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+        self._note("expect_turn", stage, stamp, routes)
+        if self.on_open is not None:
+            self.on_open(stage, stamp)
+        return AFTER
+
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
         self._note("forward", stage, stamp, route)
-
-    def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
-        self._note("feed_turn", stage, stamp, payload, last)
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
         self._note("feed_session", stage, session, payload)
@@ -244,6 +255,10 @@ CHAIN = PipelineSpec(
 WHOLE = replace(
     CHAIN, name="whole", edges=(EdgeSpec("a", "b", Handover.WHOLE), EdgeSpec("b", "c")), outputs={"end": "c"}
 )
+FAN_IN = replace(
+    CHAIN, name="fan-in", edges=(EdgeSpec("a", "b"), EdgeSpec("a", "c"), EdgeSpec("b", "c")), outputs={"end": "c"}
+)
+ABORTS_OF_B_AND_C = ([("abort", "b"), ("abort", "c")], [("abort", "c"), ("abort", "b")])
 APART = (("a",), ("b",), ("c",))
 PAYLOAD = Payload("test", body=b"x")
 
@@ -290,28 +305,48 @@ def test_a_session_is_refused_with_a_retry_time_and_nothing_done_while_a_stage_h
     house.slots.free(*slot)
 
 
-def test_a_turn_is_opened_consumers_first_and_then_its_entry_is_fed(house: House) -> None:
+def test_a_chain_is_expected_consumers_first_and_opened_at_its_entry_with_its_input(house: House) -> None:
     script, _ = house.session()
     house.did()
     house.make(script, submit(script, "b", "c"))
     stamp = script.stamp()
     client = Route(CLIENT, WorkerId(0), house.limits.client_credits)
-    to_b = Route("b", WorkerId(2), house.limits.chunk_credits)
-    to_c = Route("c", WorkerId(3), 3)
-    assert house.did("open_turn", "feed_turn") == [
-        (3, "open_turn", "c", stamp._replace(stage=2), (client,), 1),
-        (2, "open_turn", "b", stamp._replace(stage=1), (to_c, client), 1),
-        (1, "open_turn", "a", stamp._replace(stage=0), (to_b,), 1),
-        (1, "feed_turn", "a", stamp, PAYLOAD, True),
+    to_c = Route("c", WorkerId(3), 3, opens=Opening(AFTER, 2, (client,)))
+    to_b = Route("b", WorkerId(2), house.limits.chunk_credits, opens=Opening(AFTER, 1, (to_c, client)))
+    assert house.did("open_turn", "expect_turn") == [
+        (3, "expect_turn", "c", stamp._replace(stage=2), (client,)),
+        (2, "expect_turn", "b", stamp._replace(stage=1), (to_c, client)),
+        (1, "open_turn", "a", stamp._replace(stage=0), (to_b,), 1, PAYLOAD),
     ]
+
+
+def test_a_stage_with_several_producers_is_opened_before_any_of_them() -> None:
+    house = House(FAN_IN, APART).all_ready()
+    script, _ = house.session()
+    house.make(script, submit(script))
+    first, second, third = house.did("open_turn", "expect_turn")
+    assert (first[:3], first[5]) == ((3, "open_turn", "c"), 2)
+    assert second[:3] == (2, "expect_turn", "b")
+    assert (third[:3], [bool(route.opens) for route in third[4]]) == ((1, "open_turn", "a"), [True, False])
+
+
+def test_a_stage_that_its_producer_was_to_open_is_aborted_like_any_other(house: House) -> None:
+    script, _ = house.session()
+    house.make(script, submit(script))
+    house.it.ended(WorkerId(1), "a", script.stamp(), Outcome.FAILED, "stage_error")
+    assert [entry[1:3] for entry in house.did("abort")] in ABORTS_OF_B_AND_C
+    house.it.ended(WorkerId(2), "b", script.stamp(), Outcome.INCOMPLETE, "aborted")
+    house.it.ended(WorkerId(3), "c", script.stamp(), Outcome.INCOMPLETE, "aborted")
+    house.clock.run(60)
+    assert not any(worker.killed for worker in house.workers.values())
 
 
 def test_stages_that_no_requested_output_needs_are_not_run(house: House) -> None:
     script, _ = house.session()
     house.make(script, submit(script, "b"))
-    assert [entry[2] for entry in house.did("open_turn")] == ["b", "a"]
+    assert [entry[2] for entry in house.did("expect_turn", "open_turn")] == ["b", "a"]
     house.make(script, submit(script, "c", turn=2, entry="b"))
-    assert [entry[2] for entry in house.did("open_turn")] == ["c", "b"]
+    assert [entry[2] for entry in house.did("expect_turn", "open_turn")] == ["c", "b"]
 
 
 def test_a_turn_to_an_output_that_its_entry_does_not_reach_fails(house: House) -> None:
@@ -552,11 +587,10 @@ def test_a_report_from_inside_a_port_call_finds_the_turn_wholly_open(house: Hous
     worker = house.workers[WorkerId(3)]
     worker.on_open = lambda stage, stamp: house.it.ended(WorkerId(3), stage, stamp, Outcome.FAILED, "stage_error")
     house.make(script, submit(script))
-    assert [entry[1:3] for entry in house.did("open_turn", "feed_turn", "abort")][:4] == [
-        ("open_turn", "c"),
-        ("open_turn", "b"),
+    assert [entry[1:3] for entry in house.did("expect_turn", "open_turn", "abort")][:3] == [
+        ("expect_turn", "c"),
+        ("expect_turn", "b"),
         ("open_turn", "a"),
-        ("feed_turn", "a"),
     ]
     assert len(script.told) == 1
 
@@ -588,8 +622,8 @@ def test_the_receiver_of_a_whole_edge_is_opened_when_its_producer_has_ended_and_
     assert [entry[2] for entry in opened] == ["a"]
     assert opened[0][4][0].whole
     house.it.ended(WorkerId(1), "a", script.stamp(), Outcome.DONE, "")
-    done = house.did("open_turn", "forward")
-    assert [entry[1:3] for entry in done] == [("open_turn", "c"), ("open_turn", "b"), ("forward", "a")]
+    done = house.did("expect_turn", "open_turn", "forward")
+    assert [entry[1:3] for entry in done] == [("expect_turn", "c"), ("open_turn", "b"), ("forward", "a")]
     assert done[2][4] == Route("b", WorkerId(2), house.limits.chunk_credits, True)
 
 
@@ -634,7 +668,7 @@ def test_a_dead_replica_costs_its_sessions_the_running_turn_and_they_go_on_with_
     assert done[0] == (homes[other.key], "open_session", "b", script.key)
     assert sorted(entry[1:3] for entry in done[1:]) == [("abort", "a"), ("abort", "c")]
     house.make(script, submit(script, turn=2, epoch=1))
-    assert (homes[other.key], "b") in [entry[0:3:2] for entry in house.did("open_turn")]
+    assert (homes[other.key], "b") in [entry[0:3:2] for entry in house.did("expect_turn")]
 
 
 def test_a_turn_that_the_session_fences_when_it_hears_of_the_loss_is_not_failed_again() -> None:
@@ -687,12 +721,12 @@ def test_work_for_a_stage_without_a_replica_waits_in_order_until_one_is_ready(ho
     assert house.did("feed_session", "open_turn") == []
     house.clock.run(1)
     house.it.ready(WorkerId(4))
-    done = house.did("open_session", "feed_session", "open_turn")
+    done = house.did("open_session", "feed_session", "expect_turn", "open_turn")
     assert [entry[:3] for entry in done] == [
         (4, "open_session", "b"),
         (4, "feed_session", "b"),
-        (3, "open_turn", "c"),
-        (4, "open_turn", "b"),
+        (3, "expect_turn", "c"),
+        (4, "expect_turn", "b"),
         (1, "open_turn", "a"),
         (1, "feed_session", "a"),
     ]
@@ -704,7 +738,8 @@ def test_work_that_touches_no_vacant_stage_does_not_wait(house: House) -> None:
     house.it.exited(WorkerId(3), "crashed")
     house.did()
     house.make(script, Feed("a", PAYLOAD), submit(script, "b"))
-    assert [entry[1] for entry in house.did("feed_session", "open_turn")] == ["feed_session", "open_turn", "open_turn"]
+    done = house.did("feed_session", "expect_turn", "open_turn")
+    assert [entry[1] for entry in done] == ["feed_session", "expect_turn", "open_turn"]
 
 
 def test_work_that_waited_too_long_fails_and_the_stage_is_lost_again_when_it_is_back(house: House) -> None:

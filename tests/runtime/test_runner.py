@@ -12,7 +12,7 @@ from omni_live.runtime import runner
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import feeder_name, producer_name
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
-from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.runner import NS_PER_S, Runner, RunnerLimits
 from omni_live.runtime.wire import (
     SERVER,
@@ -43,7 +43,6 @@ from omni_live.runtime.wire import (
     Snapshot,
     Snapshotted,
     Spoke,
-    WireRoute,
     freed,
     inline,
 )
@@ -56,9 +55,11 @@ HERE, UP, DOWN = 5, 4, 6
 FENCE = Fence(0, 1)
 STAMP = FENCE.stamp(1)
 SESSION = STAMP.session
+TO_CLIENT = Route(CLIENT, WorkerId(SERVER), 4)
+TO_DOWN = Route("c", WorkerId(DOWN), 4)
+OPENS_DOWN = TO_DOWN._replace(opens=Opening(7, 2, (TO_CLIENT,)))
+OPENED_DOWN = OpenTurn(7, "c", STAMP._replace(stage=2), {}, (TO_CLIENT,), 1)
 BIG = b"b" * 10_000
-TO_CLIENT = WireRoute(CLIENT, SERVER, 4, False)
-TO_DOWN = WireRoute("c", DOWN, 4, False)
 
 
 class Scripted:
@@ -138,7 +139,7 @@ class Stand:
         self.runner.receive(SERVER, kind(self.order, stage, *arguments))
         self.order += 1
 
-    def open(self, stage: str, *routes: WireRoute, stamp: Stamp = STAMP, inputs: int = 1) -> None:
+    def open(self, stage: str, *routes: Route, stamp: Stamp = STAMP, inputs: int = 1) -> None:
         """A session and a turn of it."""
         self.call(OpenSession, stage, stamp.session, {})
         self.call(OpenTurn, stage, stamp, {}, list(routes), inputs)
@@ -148,6 +149,9 @@ class Stand:
 
     def chunk(self, receiver: str, body: bytes = b"x", stamp: Stamp = STAMP, **fields: object) -> None:
         self.runner.receive(UP, Chunk("a", receiver, stamp, Inline("x", {}, body, ()), **fields))  # type: ignore[arg-type]
+
+    def opened_by_up(self, *routes: Route, after: int = 0, stamp: Stamp = STAMP, first: Chunk | None = None) -> None:
+        self.runner.receive(UP, OpenTurn(after, "b", stamp, {}, routes, 1, first))
 
     def run(self) -> list[tuple[int, Message]]:
         """Step until nothing is left to do; what was said, without reports."""
@@ -270,7 +274,7 @@ def test_fused_stages_hand_payloads_on_by_reference(stand: StandMaker) -> None:
     engine, receiver = Scripted(make), Scripted(take)
     on = stand(b=engine, c=receiver)
     on.open("c", TO_CLIENT)
-    on.open("b", WireRoute("c", HERE, 4, False), inputs=0)
+    on.open("b", Route("c", HERE, 4, False), inputs=0)
     on.run()
     assert taken[0] is payload
     assert receiver.turns[0].exhausted()
@@ -280,7 +284,7 @@ def test_what_a_fused_stage_hands_on_outlives_the_shared_memory_it_came_in(stand
     on = stand(b=echo(), c=Scripted(lambda turn: False))
     arena = Arena(segment_path(on.path, feeder_name(HERE), 0), 0, 1 << 20)
     on.open("c", TO_CLIENT)
-    on.open("b", WireRoute("c", HERE, 4, False))
+    on.open("b", Route("c", HERE, 4, False))
     ticket = arena.put(Key(SESSION, 1, HERE), Payload("x", {}, BIG))
     on.call(FeedTurn, "b", STAMP, ticket, True)
     assert on.run()[-1] == (CONTROL, Free([freed(ticket)]))
@@ -323,7 +327,7 @@ def test_the_end_of_a_stage_travels_with_its_last_chunk_to_the_stage_that_report
 def test_fused_stages_report_together(stand: StandMaker) -> None:
     on = stand(b=echo(), c=echo())
     on.open("c", TO_CLIENT)
-    on.open("b", WireRoute("c", HERE, 4, False))
+    on.open("b", Route("c", HERE, 4, False))
     on.feed("b", last=True)
     said = on.messages()
     assert [message.through for message in said if isinstance(message, Spoke | Ended)][-1] == (B_ENDED,)
@@ -433,13 +437,119 @@ def test_early_chunks_go_with_their_epoch(stand: StandMaker) -> None:
     assert on.counts["early_chunks_dropped"] == 1
 
 
+# -- openings by producers
+
+
+def test_a_receiver_is_opened_before_the_engine_has_made_anything(stand: StandMaker) -> None:
+    on = stand(b=Scripted())
+    on.open("b", OPENS_DOWN)
+    assert on.run() == [(DOWN, OPENED_DOWN)]
+    assert OPENED_DOWN.first is None
+
+
+def test_what_is_made_at_once_goes_along_with_the_opening_and_the_rest_follows(stand: StandMaker) -> None:
+    on = stand()
+    on.call(OpenSession, "b", SESSION, {})
+    on.call(OpenTurn, "b", STAMP, {"seed": 3}, (OPENS_DOWN,), 1, Chunk(CLIENT, "b", STAMP, Inline("x", {}, b"1", ())))
+    on.feed("b", b"2", last=True)
+    [(to, opening), (_, chunk)] = on.run()
+    assert to == DOWN
+    assert isinstance(opening, OpenTurn)
+    assert opening.first is not None
+    assert (opening.params, opening.first.last) == ({"seed": 3}, False)
+    assert bodies([opening.first, chunk]) == [b"1", b"2"]
+    assert isinstance(chunk, Chunk)
+    assert chunk.last
+
+
+def test_all_of_a_turn_may_go_along_with_its_opening(stand: StandMaker) -> None:
+    on = stand()
+    on.call(OpenSession, "b", SESSION, {})
+    on.call(OpenTurn, "b", STAMP, {}, (OPENS_DOWN,), 1, Chunk(CLIENT, "b", STAMP, Inline("x", {}, b"1", ()), last=True))
+    [(_, opening)] = on.run()
+    assert isinstance(opening, OpenTurn)
+    assert opening.first is not None
+    assert opening.first.last
+    assert opening.first.through == (End(HERE, "b", Outcome.DONE, ""),)
+
+
+def test_a_producer_opens_a_turn_with_its_first_chunk(stand: StandMaker) -> None:
+    on = stand()
+    on.call(OpenSession, "b", SESSION, {})
+    on.opened_by_up(TO_CLIENT, first=Chunk("a", "b", STAMP, Inline("x", {}, b"one", ()), last=True))
+    assert bodies(on.messages()) == [b"one"]
+
+
+def test_an_opening_by_a_producer_stays_behind_the_calls_that_go_before_it(stand: StandMaker) -> None:
+    engine = Scripted()
+    on = stand(b=engine)
+    on.opened_by_up(TO_CLIENT, after=2)
+    on.chunk("b", b"one")
+    on.call(OpenSession, "b", SESSION, {})
+    assert on.run() == []
+    assert engine.turns == []
+    on.call(FeedSession, "b", SESSION, Inline("context", {}, b"", ()))
+    on.run()
+    assert [turn.waiting() for turn in engine.turns] == [1]
+
+
+def test_fused_receivers_are_opened_first(stand: StandMaker) -> None:
+    begun: list[str] = []
+
+    class Told(Scripted):
+        def begin(self, turn: Turn) -> None:
+            begun.append("c" if turn.stamp.stage else "b")
+
+    on = stand(b=Told(), c=Told())
+    on.call(OpenSession, "c", SESSION, {})
+    on.open("b", OPENS_DOWN._replace(worker=WorkerId(HERE)))
+    assert on.run() == []
+    assert begun == ["c", "b"]
+
+
+def test_an_abort_ends_a_turn_that_no_producer_has_opened_yet_and_it_never_begins(stand: StandMaker) -> None:
+    engine = Scripted()
+    on = stand(b=engine)
+    on.call(OpenSession, "b", SESSION, {})
+    on.chunk("b", b"early")
+    on.runner.receive(SERVER, Abort("b", STAMP))
+    assert on.run() == [
+        (UP, Credit("a", "b", STAMP, 1)),
+        (CONTROL, Ended("b", STAMP, Outcome.INCOMPLETE, "aborted")),
+    ]
+    on.opened_by_up(OPENS_DOWN, first=Chunk("a", "b", STAMP, Ticket(0, 0, 5000, 1, "x", {}, ())))
+    assert on.run() == [(UP, Credit("a", "b", STAMP, 1)), (UP, Free([Freed(0, 0, 1)]))]
+    assert engine.turns == []
+
+
+def test_a_turn_that_is_refused_opens_nothing_further(stand: StandMaker) -> None:
+    on = stand()
+    on.opened_by_up(OPENS_DOWN)
+    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.FAILED, "session_unknown"))]
+
+
+def test_a_producer_that_is_lost_fails_the_turns_that_it_opened(stand: StandMaker) -> None:
+    on = stand(b=Scripted())
+    other = Fence(4, 1)
+    on.fences.write(other)
+    on.call(OpenSession, "b", SESSION, {})
+    on.opened_by_up(TO_CLIENT)
+    on.opened_by_up(TO_CLIENT, after=9, stamp=other.stamp(1))
+    on.run()
+    on.runner.lost_producer(UP)
+    assert [m for m in on.messages() if isinstance(m, Ended)] == [
+        Ended("b", STAMP, Outcome.FAILED, "peer_lost"),
+        Ended("b", other.stamp(1), Outcome.FAILED, "peer_lost"),
+    ]
+
+
 # -- credit
 
 
 def test_a_stage_has_room_for_as_many_chunks_as_it_has_credit(stand: StandMaker) -> None:
     engine = Scripted()
     on = stand(b=engine)
-    on.open("b", TO_DOWN, WireRoute(CLIENT, SERVER, 2, False), inputs=0)
+    on.open("b", TO_DOWN, Route(CLIENT, SERVER, 2, False), inputs=0)
     on.run()
     (turn,) = engine.turns
     assert turn.room() == 2
@@ -454,7 +564,7 @@ def test_a_stage_has_room_for_as_many_chunks_as_it_has_credit(stand: StandMaker)
 
 def test_a_starved_engine_steps_again_when_credit_comes(stand: StandMaker) -> None:
     on = stand()
-    on.open("b", WireRoute(CLIENT, SERVER, 1, False))
+    on.open("b", Route(CLIENT, SERVER, 1, False))
     on.feed("b", b"one")
     on.feed("b", b"two", last=True)
     assert bodies(on.messages()) == [b"one"]
@@ -477,8 +587,8 @@ def test_two_stages_never_starve_each_other_of_credit(tmp_path: Path, window: in
     (tmp_path / "down").mkdir()
     up = Stand(tmp_path / "up", {"a": echo(multiply=50)}, RunnerLimits(), 1 << 20)
     down = Stand(tmp_path / "down", {"b": echo()}, RunnerLimits(), 1 << 20)
-    up.open("a", WireRoute("b", DOWN, window, False))
-    down.open("b", WireRoute(CLIENT, SERVER, 1000, False))
+    up.open("a", Route("b", DOWN, window, False))
+    down.open("b", Route(CLIENT, SERVER, 1000, False))
     up.feed("a", last=True)
     heard, given = 0, 0
     for _ in range(1000):
@@ -501,7 +611,7 @@ def test_two_stages_never_starve_each_other_of_credit(tmp_path: Path, window: in
 def test_fused_stages_keep_their_credit_too(stand: StandMaker) -> None:
     on = stand(b=echo(multiply=10), c=Scripted(lambda turn: False))
     on.open("c", TO_CLIENT)
-    on.open("b", WireRoute("c", HERE, 3, False))
+    on.open("b", Route("c", HERE, 3, False))
     on.feed("b", last=True)
     on.run()
     turn = on.runner._seats["c"].turns[STAMP[:4]]
@@ -550,7 +660,7 @@ def test_a_stale_turn_never_begins_and_still_reports_its_end(stand: StandMaker) 
     on.call(OpenSession, "b", SESSION, {})
     on.fences.write(FENCE.raised())
     on.call(OpenTurn, "b", STAMP, {}, [TO_CLIENT], 1)
-    assert on.run() == [(MEDIA, Ended("b", STAMP, Outcome.INCOMPLETE, "stale"))]
+    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.INCOMPLETE, "stale"))]
     assert engine.turns == []
 
 

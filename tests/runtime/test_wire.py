@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from omni_live.connectors.contract import Ticket
 from omni_live.runtime import wire
 from omni_live.runtime.links import Decoder, Link
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.wire import (
     FROM_PRODUCER,
     FROM_RECEIVER,
@@ -35,7 +36,6 @@ from omni_live.runtime.wire import (
     Ready,
     Spoke,
     WireError,
-    WireRoute,
     WireStage,
     frame,
     inline,
@@ -49,15 +49,19 @@ STAMP = Stamp(5, 2**32 - 1, 9, 2**40, 3, 7, 2**62)
 BODY = Inline("pcm", {"rate": 16000, "gain": 0.5, "name": "é", "on": True, "none": None}, b"\x00\xff", ())
 TICKET = Ticket(1, 64, 5000, 2**62, "x", {}, (ArraySpec("a", "<f4", (2, 3)),))
 
+TO_B = (Route("b", WorkerId(2), 8, False, Opening(7, 1, (Route(CLIENT, WorkerId(0), 4),))),)
+
 AnyDecoder = Decoder[object]
 
 SAMPLES: list[tuple[AnyDecoder, Message]] = [
     (FROM_SERVER, Configure(1, "/dev/shm/x", [WireStage("a", "m:C", {"inline": True})], 1, 2, "omni:a")),
-    (FROM_SERVER, OpenTurn(1, "a", STAMP, {"seed": 3}, [WireRoute("b", 2, 8, True)], 2)),
+    (FROM_SERVER, OpenTurn(1, "a", STAMP, {"seed": 3}, (Route("b", WorkerId(2), 8, True),), 2)),
+    (FROM_SERVER, OpenTurn(1, "a", STAMP, {}, TO_B, 1, Chunk(CLIENT, "a", STAMP, BODY, last=True))),
     (FROM_SERVER, FeedTurn(2, "a", STAMP, TICKET, True)),
     (FROM_SERVER, Abort("a", STAMP)),
     (FROM_SERVER, Ping(3)),
     (FROM_PRODUCER, Hello(4)),
+    (FROM_PRODUCER, OpenTurn(1, "a", STAMP, {}, TO_B, 1, Chunk("z", "a", STAMP, TICKET))),
     (FROM_PRODUCER, Chunk("a", "b", STAMP, BODY, True)),
     (FROM_PRODUCER, Chunk("a", "b", STAMP, None, False, True, Outcome.INCOMPLETE, "max_output_tokens")),
     (FROM_RECEIVER, Credit("a", "b", STAMP, 3)),

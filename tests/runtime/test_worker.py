@@ -19,7 +19,7 @@ from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import StageSpec
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import FENCES
-from omni_live.runtime.ports import CLIENT, Route, WorkerId
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.process import Process, Processes, ProcessSettings
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
@@ -85,12 +85,27 @@ class House:
         return fence
 
     def chain(
-        self, stamp: Stamp, *stages: str, whole: bool = False, params: Mapping[str, Scalar] | None = None
+        self,
+        stamp: Stamp,
+        *stages: str,
+        whole: bool = False,
+        rides: bool = True,
+        params: Mapping[str, Scalar] | None = None,
+        payload: Payload | None = None,
     ) -> None:
-        """Open a turn on stages that hand on to one another, the last one to the client."""
-        for stage, receiver in zip(stages, (*stages[1:], CLIENT), strict=True):
-            route = Route(receiver, self.hosts.get(receiver, SERVER), 4, whole and receiver != CLIENT)
-            self.port(stage).open_turn(stage, stamp, params or {}, (route,), 1)
+        """Open a turn on stages that hand on to one another, the last one to the client.
+
+        Where it `rides`, each stage is opened by the one before it.
+        """
+        route = Route(CLIENT, SERVER, 4)
+        for stage in reversed(stages[1:]):
+            opening = None
+            if rides and not whole:
+                opening = Opening(self.port(stage).expect_turn(stage, stamp, (route,)), stamp.stage, (route,))
+            else:
+                self.port(stage).open_turn(stage, stamp, params or {}, (route,), 1)
+            route = Route(stage, self.hosts[stage], 4, whole, opening)
+        self.port(stages[0]).open_turn(stages[0], stamp, params or {}, (route,), 1, payload)
 
     def feed(self, stage: str, stamp: Stamp, body: bytes, last: bool = True, kind: str = "x") -> None:
         self.port(stage).feed_turn(stage, stamp, Payload(kind, {}, body), last)
@@ -180,16 +195,37 @@ THREADED = tuple(plan(stage, inline=False) for stage in "abc")
 MIXED = (plan("a", "b", inline=False), plan("c"))
 
 
-@pytest.mark.parametrize("plans", [SPLIT, FUSED, THREADED, MIXED], ids=["split", "fused", "threaded", "mixed"])
-@pytest.mark.parametrize("body", [b"small", BIG], ids=["inline", "shared memory"])
-async def test_a_turn_runs_through_its_stages_however_they_are_placed(
+PLACED = pytest.mark.parametrize("plans", [SPLIT, FUSED, THREADED, MIXED], ids=["split", "fused", "threaded", "mixed"])
+SIZED = pytest.mark.parametrize("body", [b"small", BIG], ids=["inline", "shared memory"])
+
+
+@PLACED
+@SIZED
+async def test_a_turn_that_is_opened_at_its_entry_runs_through_all_of_its_stages(
     plans: tuple[WorkerPlan, ...], body: bytes
 ) -> None:
     async with house(*plans) as on:
         fence = on.open(Fence(0, 1))
         for number in range(1, 6):
             stamp = fence.stamp(number)
-            on.chain(stamp, "a", "b", "c")
+            on.chain(stamp, "a", "b", "c", payload=Payload("x", {}, body))
+            await on.all_ended(stamp)
+            assert on.heard(stamp) == [body]
+            assert [on.ended(stage, stamp) for stage in "abc"] == [(Outcome.DONE, "")] * 3
+        assert not on.counts
+
+
+@PLACED
+@SIZED
+@pytest.mark.parametrize("rides", [True, False])
+async def test_a_turn_runs_through_its_stages_however_they_are_placed(
+    plans: tuple[WorkerPlan, ...], body: bytes, rides: bool
+) -> None:
+    async with house(*plans) as on:
+        fence = on.open(Fence(0, 1))
+        for number in range(1, 6):
+            stamp = fence.stamp(number)
+            on.chain(stamp, "a", "b", "c", rides=rides)
             for _ in range(20):
                 on.feed("a", stamp, body, last=False)
             on.feed("a", stamp, b"last")
@@ -371,6 +407,37 @@ async def test_a_dead_receiver_fails_the_turns_that_send_to_it() -> None:
         assert on.heard(again) == [BIG]
 
 
+async def test_a_stage_whose_producer_died_before_it_opened_the_turn_answers_the_abort() -> None:
+    async with house(*SPLIT) as on:
+        stamp = on.open(Fence(0, 1)).stamp(1)
+        process = on.port("a")._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        on.chain(stamp, "a", "b", "c", payload=Payload("x"))
+        on.port("a").kill()
+        await on.until(lambda: on.exits)
+        for stage in "bc":
+            on.port(stage).abort(stage, stamp)
+        await on.until(lambda: len(on.ends) == 2)
+        assert {on.ended(stage, stamp) for stage in "bc"} == {(Outcome.INCOMPLETE, "aborted")}
+
+
+async def test_an_opening_never_overtakes_what_its_stage_was_told_before() -> None:
+    async with house(plan("a"), plan("b", inline=False)) as on:
+        for slot in range(20):
+            fence = Fence(slot % 8 * 4, slot + 1)
+            on.fences.write(fence)
+            stamp = fence.stamp(1)
+            for stage in "ab":  # nobody waits: what the first worker says to the second comes by another socket
+                on.port(stage).open_session(stage, stamp.session, {})
+            on.port("b").feed_session("b", stamp.session, Payload("x", {}, BIG))
+            on.chain(stamp, "a", "b", payload=Payload("x"))
+            await on.all_ended(stamp)
+            assert on.ended("b", stamp) == (Outcome.DONE, "")
+            for stage in "ab":
+                on.port(stage).close_session(stage, stamp.session)
+
+
 async def test_a_chunk_for_a_worker_that_never_was_fails_its_turn() -> None:
     async with house(plan("a")) as on:
         stamp = on.open(Fence(0, 1)).stamp(1)
@@ -427,10 +494,15 @@ async def test_what_cannot_travel_fails_its_turn_and_the_worker_lives() -> None:
 async def test_what_finds_no_room_in_shared_memory_travels_inline() -> None:
     async with house(plan("a"), settings=ProcessSettings(arena_bytes=1 << 20)) as on:
         stamp = on.open(Fence(0, 1)).stamp(1)
-        on.port("a").feed_session("a", stamp.session, Payload("x", {}, bytes(3 << 20)))
+        huge = Payload("x", {}, bytes(3 << 20))
+        on.port("a").feed_session("a", stamp.session, huge)
         await on.until(lambda: on.findings)
-        assert on.findings[0][2].body == bytes(3 << 20)
-        assert on.counts["arena_fallbacks"] >= 1
+        assert on.findings[0][2].body == huge.body
+        assert on.counts["arena_fallbacks"] == 1
+        on.chain(stamp, "a", payload=huge)
+        await on.until(lambda: on.ended("a", stamp))
+        assert on.ended("a", stamp) == (Outcome.FAILED, "resource_exhausted")  # there is no way back for so much
+        assert on.counts["arena_fallbacks"] == 2
 
 
 # -- ends
@@ -460,7 +532,7 @@ async def test_after_a_storm_of_interruptions_each_turn_has_ended_once_and_nothi
             lane = chance.randrange(len(fences))
             stamp = fences[lane].stamp(number)
             turns.append(stamp)
-            on.chain(stamp, "a", "b", "c")
+            on.chain(stamp, "a", "b", "c", rides=chance.random() < 0.7)
             for _ in range(chance.randrange(4)):
                 on.feed("a", stamp, BIG[: chance.choice([10, 5000, 200_000])], last=False)
             fate = chance.random()

@@ -41,10 +41,19 @@ class IdleWorker:
             del self.sessions[stage, session]
 
     def open_turn(
-        self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Scalar],
+        routes: tuple[Route, ...],
+        inputs: int,
+        payload: Payload | None = None,
     ) -> None: ...
+
+    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+        return 0
+
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None: ...
-    def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None: ...
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None: ...
     def abort(self, stage: str, stamp: Stamp) -> None: ...
     def credit(self, stage: str, stamp: Stamp, units: int) -> None: ...

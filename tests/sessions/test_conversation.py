@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from session_driver import BRISK, BRISK_DETECTION, FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
 
-from omni_live.sessions.conversation import MAX_ITEMS, MAX_TEXT, SIDE_LANE, Shape
+from omni_live.sessions.conversation import SIDE_LANE, Shape
 from omni_live.sessions.effects import (
     Abort,
     Credit,
@@ -948,22 +948,24 @@ def test_g11_the_number_of_items_is_bounded_and_the_client_is_told(start: Start)
     drive = start()
     drive.tell(TextAppended("First?"))
     replied(drive)
-    for number in range(MAX_ITEMS):
+    for number in range(Limits().conversation_items):
         drive.tell(TextAppended(f"Line {number}.", respond=False))
-    assert len(drive.items) == MAX_ITEMS
+    assert len(drive.items) == Limits().conversation_items
     assert sum(len(dropped.item_ids) for dropped in drive.all(ContextDropped)) == 2
     drive.tell(RespondAsked())
-    assert drive.seen[-1] == [(USER, f"Line {number}.") for number in range(MAX_ITEMS)]
+    assert drive.seen[-1] == [(USER, f"Line {number}.") for number in range(Limits().conversation_items)]
 
 
 def test_g11_the_text_of_all_items_is_bounded_and_no_single_one_may_be_larger(start: Start) -> None:
     drive = start()
-    third = "x" * (MAX_TEXT // 3)
+    third = "x" * (Limits().conversation_chars // 3)
     for _ in range(5):
         drive.tell(TextAppended(third, respond=False))
     assert len(drive.items) == 3
-    drive.tell(TextAppended("x" * (MAX_TEXT + 1), event_id="ev_1"))
-    drive.tell(ItemCreateAsked(Item("big", USER, "x" * (MAX_TEXT + 1), spoken=False), event_id="ev_2"))
+    drive.tell(TextAppended("x" * (Limits().conversation_chars + 1), event_id="ev_1"))
+    drive.tell(
+        ItemCreateAsked(Item("big", USER, "x" * (Limits().conversation_chars + 1), spoken=False), event_id="ev_2")
+    )
     assert drive.errors == ["invalid_value", "invalid_value"]
     assert len(drive.items) == 3
     assert drive.submits == []

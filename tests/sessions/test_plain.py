@@ -25,7 +25,6 @@ from omni_live.sessions.inputs import (
 )
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload
-from omni_live.sessions.plain import MAILBOX
 from omni_live.sessions.turn import TurnState
 
 
@@ -97,7 +96,7 @@ def test_requests_run_one_after_the_other() -> None:
 
 def test_g11_more_requests_than_the_mailbox_holds_are_refused_and_counted() -> None:
     drive = PlainDrive()
-    for _ in range(1 + MAILBOX):
+    for _ in range(1 + Limits().mailbox_turns):
         drive.ask()
     assert drive.errors == []
     late = drive.ask()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
@@ -29,9 +29,18 @@ from omni_live.sessions.events import (
     SessionReplaced,
     SessionResumed,
 )
-from omni_live.sessions.inputs import Attached, ClientInput, CloseAsked, Detached, EventAcked, Heartbeat, Input, Sequenced
+from omni_live.sessions.inputs import (
+    Attached,
+    ClientInput,
+    CloseAsked,
+    Detached,
+    EventAcked,
+    Heartbeat,
+    Input,
+    Sequenced,
+)
 from omni_live.sessions.session import Session
-from omni_live.sessions.stamp import SessionKey, Stamp, session_key
+from omni_live.sessions.stamp import Stamp, session_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,10 @@ class Manners:
     """It waits no longer for a place."""
     restless_ns: int = 150 * MS
     """It does something about twice as often."""
+    drops: int = 6
+    returns: int = 12
+    closes: int = 2
+    """Weights of what it does with its line and its session."""
 
 
 class Link:
@@ -80,7 +93,7 @@ class Link:
         self.limit = client.world.plan.limits.outbox_bytes
         self.outbox = Outbox(self.limit, client.desk.metrics)
         self.outbox.wake = self._wake
-        self._pace = client.world.random.choice(client.manners.paces)
+        self.pace = client.world.random.choice(client.manners.paces)
         self._due = False
 
     def tell(self, told: Input) -> None:
@@ -91,11 +104,11 @@ class Link:
         assert self.outbox.nbytes <= self.limit, f"an outbox keeps {self.outbox.nbytes} bytes (G11)"
         if self.open and not self._due:
             self._due = True
-            self.client.world.after(self._pace.least_ns, self._pace.most_ns, self._writable)
+            self.client.world.after(self.pace.least_ns, self.pace.most_ns, self._writable)
 
     def _writable(self) -> None:
         self._due = False
-        for _ in range(self._pace.burst):
+        for _ in range(self.pace.burst):
             if not self.open:
                 return
             emit = self.outbox.next()
@@ -277,6 +290,7 @@ class Watched(Session):
         try:
             effects = super().handle(input, now)
             bounded(self)
+            self.ledger.check()
             self.check()
         except BaseException as error:
             self.world.trouble = error  # its seat would let the session go and tell nobody
@@ -354,12 +368,47 @@ class Client:
     def snapshot(self, ready: SnapshotReady) -> None:
         """A snapshot is there."""
 
+    def acts(self) -> dict[Act, int]:
+        """What it does with its session, each with a weight."""
+        raise NotImplementedError
+
     # -- its life
 
-    def lives(self, acts: dict[Act, int]) -> None:
-        """It does one of these, again and again; the numbers are weights."""
+    def live(self) -> None:
+        """Do one thing after the other from now on."""
+        manners = self.manners
+        acts: dict[Act, int] = {
+            self.drop: manners.drops,
+            self.come_back: manners.returns,
+            self.close: manners.closes,
+            self.ack: 8,
+            self.beat: 2,
+        } | self.acts()
         self._acts, self._weights = tuple(acts), tuple(accumulate(acts.values()))
-        self.world.after(0, self.manners.restless_ns, self._live)
+        self.world.after(0, manners.restless_ns, self._live)
+
+    def leave(self) -> None:
+        """Begin nothing new."""
+        self.leaving = True
+        self.give_up()
+
+    def mend(self) -> None:
+        """Have a good line from now on."""
+        self.manners = replace(self.manners, paces=(FAST,), skips=0.0, forgets=0.0)
+        if self.link is not None:
+            self.link.pace = FAST
+        if not self.on_line:
+            self.come_back()
+
+    def has_everything(self) -> None:
+        """Whatever has a number is here, or void."""
+        if self.on_line and self.session is not None and self.ledger is not None:
+            self.ledger.missing(max(self.seen, self.gap_to) + 1, len(self.ledger.said))
+
+    def quit(self) -> None:
+        """Be gone, whatever the server knows of it."""
+        if self.link is not None and self.link.open:
+            self.link.end()
 
     def _live(self) -> None:
         if self.leaving:

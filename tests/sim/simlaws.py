@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from omni_live.runtime.ports import WorkerId
-from omni_live.sessions.effects import Emit, Hold, Release, Submit, Unhold
+from omni_live.sessions.conversation import SIDE_LANE
+from omni_live.sessions.effects import Emit, Hold, RaiseFence, Release, Submit, Unhold
 from omni_live.sessions.events import (
     AudioDelta,
     AudioDone,
@@ -22,6 +23,7 @@ from omni_live.sessions.events import (
     Event,
     InputAcked,
     InputMissing,
+    ItemDeleted,
     ItemTruncated,
     OutputItemAdded,
     OutputItemDone,
@@ -39,7 +41,7 @@ from omni_live.sessions.events import (
 from omni_live.sessions.inputs import Asked, ClientInput, EventAcked, Heartbeat, Input, StageLost
 from omni_live.sessions.items import ResponseStatus
 from omni_live.sessions.session import FROM_CLIENT, Session
-from omni_live.sessions.stamp import SessionKey, Stamp
+from omni_live.sessions.stamp import Fence, SessionKey, Stamp
 
 if TYPE_CHECKING:
     from simworld import World
@@ -87,10 +89,16 @@ class Ledger:
         self.wanted: dict[str, Wanted] = {}
         """Plain requests that the session took, by id."""
         self.spoken: Counter[tuple[str, str]] = Counter()
+        self.uncut: set[str] = set()
+        """Items of replies that were interrupted, of which it was not said how much was heard."""
+        self.talking = 0
+        """Responses in the conversation that run: one or none."""
         self.response_of: dict[str, str] = {}
         """By item."""
         self.stamps: dict[int, list[Stamp]] = {}
         """By turn: what was submitted for it."""
+        self.fences: dict[int, Fence] = {}
+        """Its rows as it wants them. The table's rows move on once more when the slot is free again."""
         self.emitted = 0
         """The highest sequence number that was sent for the first time."""
         self.sent: list[ClientInput] | None = None
@@ -114,13 +122,23 @@ class Ledger:
             case ResponseCreated(response):
                 assert response.id not in self.begun, f"{self.name}: {response.id} begins twice (G4)"
                 self.begun.add(response.id)
+                self.talking += response.in_conversation
             case ResponseDone(response):
                 self._check_open(response.id, "ends")
                 self.ended.add(response.id)
+                self.talking -= response.in_conversation
+                item = response.item
+                if response.status is ResponseStatus.CANCELLED and response.in_conversation and item and item.spoken:
+                    self.uncut.add(item.id)
                 if response.status in CUT_RESPONSE:
                     self.cut.add(response.id)
             case ItemTruncated(item):
-                self.cut.add(self.response_of.get(item, ""))
+                self.uncut.discard(item)
+                if not self.talking:
+                    # While a later reply runs, a client that takes an earlier one back has to silence it itself.
+                    self.cut.add(self.response_of.get(item, ""))
+            case ItemDeleted(item):
+                self.uncut.discard(item)
             case OutputItemAdded(response_id, item):
                 self._check_open(response_id, "opens an item")
                 self.response_of[item.id] = response_id
@@ -128,6 +146,10 @@ class Ledger:
                 self._check_open(event.response_id, type(event).__name__)
             case _:
                 pass
+
+    def check(self) -> None:
+        """After each input."""
+        assert not self.uncut, f"{self.name}: nobody says what was heard of {self.uncut} (G8)"
 
     def _check_open(self, response: str, what: str) -> None:
         assert response in self.begun, f"{self.name}: {response} {what} before it began (G4)"
@@ -180,8 +202,10 @@ class Ledger:
 
     def _void(self, seq: int) -> bool:
         event, content = self.said[seq - 1]
-        # The session's own fence, which the table follows: this is asked in the middle of what the session does.
-        return content is not None and (self._named(event) in self.cut or not self.world.admits(content))
+        return content is not None and (self._named(event) in self.cut or not self._admits(content))
+
+    def _admits(self, content: Stamp) -> bool:
+        return self.fences[content.slot].admits(content)
 
     # -- what is said to it ------------------------------------------------------------------------------------------
 
@@ -203,7 +227,7 @@ class Ledger:
         if emit.content is None:
             return
         assert not self.held, f"{self.name} is handed {type(emit.event).__name__} while the reply is held (G1)"
-        assert self.world.admits(emit.content), f"{self.name} is handed {emit.event}, content of a fenced turn (G1)"
+        assert self._admits(emit.content), f"{self.name} is handed {emit.event}, content of a fenced turn (G1)"
         name = self._named(emit.event)
         assert name not in self.cut, f"{self.name} is handed content of {name}, which was cut (G1)"
 
@@ -248,6 +272,8 @@ class Laws:
     ledgers: dict[SessionKey, Ledger] = field(default_factory=dict)
     homes: dict[SessionKey, dict[str, Home]] = field(default_factory=dict)
     lost: set[WorkerId] = field(default_factory=set)
+    lingering: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Turns that were aborted and have not ended, with the time at which that was seen first."""
 
     def note(self, what: str, session: SessionKey, detail: object) -> None:
         """One decision, as it is made."""
@@ -262,7 +288,9 @@ class Laws:
                 self._bound(session, *cast(tuple[str, WorkerId], detail))
             case "fork":
                 parent = self.homes[cast(SessionKey, detail)]
-                self.homes[session] = {stage: Home(home.worker) for stage, home in parent.items()}
+                self.homes[session] = {
+                    stage: Home(home.worker) for stage, home in parent.items() if home.worker not in self.lost
+                }
             case "lost":
                 self.lost.add(cast(tuple[WorkerId, str], detail)[0])
             case _:
@@ -276,10 +304,13 @@ class Laws:
                 self._emitted(ledger, effect)
             case Submit(stamp):
                 ledger.stamps.setdefault(stamp.turn, []).append(stamp)
+            case RaiseFence(fence):
+                ledger.fences[fence.slot] = fence
             case Hold() | Unhold():
                 ledger.held = isinstance(effect, Hold)
             case Release():
                 ledger.released = True
+                ledger.held = False  # what a finished turn said last still goes out
             case _:
                 pass
 
@@ -289,7 +320,12 @@ class Laws:
             case TurnDone(turn=turn, status=status) if status in CUT_TURN:
                 stamps = ledger.stamps.get(turn, [])
             case ResponseDone(response) if response.status in CUT_RESPONSE:
-                stamps = ledger.stamps.get(response.turn, [])
+                # Beside the conversation a turn may have the number of one that is tried.
+                stamps = [
+                    stamp
+                    for stamp in ledger.stamps.get(response.turn, [])
+                    if (stamp.lane != SIDE_LANE) == response.in_conversation
+                ]
             case _:
                 return
         for stamp in stamps:
@@ -320,6 +356,15 @@ class Laws:
         for turn in it._turns.values():
             parts = [stage for stage, part in turn.parts.items() if part.replica.worker == worker]
             assert turn.over or not parts, f"turn {turn.key} waits for {parts} on a worker that is gone (G9)"
+
+    def no_turn_lingers(self) -> None:
+        """What was aborted is gone by the deadline, or its worker is. Asked now and then (G9)."""
+        now, it = self.world.now(), self.world.it
+        over = {turn.key for turn in it._turns.values() if turn.over}
+        self.lingering = {key: self.lingering.get(key, now) for key in over}
+        most_ns = it._limits.abort_deadline_ms * 1_000_000
+        for key, since_ns in self.lingering.items():
+            assert now - since_ns <= most_ns, f"turn {key} was aborted and is still there (G9)"
 
     # -- in the end --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from simclients import Client, Desk, Manners, Watched
+from simclients import Act, Client, Desk, Manners, Watched
 from simlaws import Ledger
 from simworkers import BrokenError, Host, Make
 from simworld import World
@@ -16,7 +16,7 @@ from omni_live.sessions.events import Event, TurnDone, TurnSpoke
 from omni_live.sessions.ids import CountedIds
 from omni_live.sessions.inputs import Asked, CancelAsked
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.plain import MAILBOX, PlainSession
+from omni_live.sessions.plain import PlainSession
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import Stamp, session_key
 
@@ -72,16 +72,19 @@ MAKE: Mapping[str, Make] = {"a": Source(), "b": Relay(), "c": Relay(), "d": Rela
 
 class WatchedPlain(Watched, PlainSession):
     def check(self) -> None:
-        assert len(self._waiting) <= MAILBOX, f"{len(self._waiting)} requests wait (G11)"
+        assert len(self._waiting) <= self.limits.mailbox_turns, f"{len(self._waiting)} requests wait (G11)"
 
 
 class Asker(Client):
     """Asks for turns, cancels some, breaks its line, closes and comes anew."""
 
-    def __init__(self, world: World, desk: Desk, name: str, manners: Manners, pipeline: str, poison: float) -> None:
+    def __init__(
+        self, world: World, desk: Desk, name: str, manners: Manners, pipeline: str, poison: float, floods: int
+    ) -> None:
         super().__init__(world, desk, name, manners)
         self.pipeline = pipeline
         self.poison = poison
+        self.floods = floods
         self._outputs = tuple(world.plan.pipeline(pipeline).outputs.values())
         self._requests = 0
         self._heard: Counter[tuple[str, str]] = Counter()
@@ -113,6 +116,14 @@ class Asker(Client):
         self.tell(Asked("a", outputs, Payload("request", meta), request_id=request))
         return request
 
+    def acts(self) -> dict[Act, int]:
+        return {self.ask: 40, self.cancel: 12, self.babble: 4, self.flood: self.floods}
+
+    def flood(self) -> None:
+        """Ask for more than may wait."""
+        for _ in range(MAILBOX + 6):
+            self.ask(units=1)
+
     def cancel(self) -> None:
         self.tell(CancelAsked())
 
@@ -126,7 +137,7 @@ class Asker(Client):
             case TurnSpoke(request, _, stage, payload):
                 assert self.ledger is not None
                 assert payload.meta["owner"] == self.ledger.key, f"{self.name} got another's content (G6)"
-                assert request not in self.ends, f"{self.name}: {request} speaks after its end (G1, G4)"
+                assert self.forgot or request not in self.ends, f"{self.name}: {request} speaks after its end (G1, G4)"
                 index = payload.meta["index"]
                 if not self.gap_to and not self.forgot:
                     assert index == self._heard[request, stage], f"{self.name}: {request} has holes (G7)"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-from simclients import FAST, SLOW, STUCK, Client, Desk, Manners, Pace
+from simclients import FAST, SLOW, STUCK, Client, Desk, Manners
 from simplain import CHAIN, MAKE, MIXED, Asker
 from simtalk import Code2Wav, Ears, Habits, Talkative, Talker, Thinker
 from simworkers import Make
-from simworld import MS, S, World
+from simworld import S, World
 
-from omni_live.config.deploy import Caps, Deploy, PipelineDeploy, StageDeploy
+from omni_live.config.deploy import Deploy, PipelineDeploy, StageDeploy
 from omni_live.config.plan import Plan, plan
 from omni_live.pipelines.registry import VOICE
 from omni_live.sessions.inputs import TextAppended
@@ -35,7 +34,9 @@ LIMITS = Limits(
 )
 FAULTS = ("die", "stall", "lag", "repeat", "swap")
 SPECS = {spec.name: spec for spec in (CHAIN, MIXED, VOICE)}
-VOICE_MAKE: Mapping[str, Make] = {"ears": Ears(), "talker": Talker(), "code2wav": Code2Wav()}
+SOUND_MAKE: Mapping[str, Make] = {"ears": Ears(), "talker": Talker(), "code2wav": Code2Wav()}
+PATIENCE_S = 22.0
+"""What runs in the end is over by then: a transcript is waited for longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,54 +49,357 @@ class Scene:
     people: int = 0
     seconds: float = 2.0
     replicas: int = 2
-    fuse: bool = False
+    fused: bool = False
     faults: tuple[str, ...] = ()
     every_ns: int = S // 2
     """A fault strikes about twice as often."""
     poison: float = 0.0
+    floods: int = 0
+    """Weight with which a plain client asks for more than may wait."""
     limits: Limits = LIMITS
+    most_of_each: int | None = None
+    """Sessions of one pipeline, where that has a cap of its own."""
     manners: Manners = Manners()
     habits: Habits = Habits()
-    ask: Mapping[str, int] = field(default_factory=dict)
-    """Weights of what plain clients do, where they are not the usual ones."""
     wait_queue: int = 64
     wait_deadline_s: float = 10.0
     drains: bool = False
-    """The server goes away in the end; else the clients do."""
+    """In the end the server goes away; else the clients do."""
+
+
+Scenery = Callable[[random.Random], Scene]
+
+
+def _plain(chance: random.Random) -> Scene:
+    name = chance.choice(("chain", "mixed"))
+    return Scene("plain", ((name, chance.randint(1, 5)),), seconds=chance.uniform(0.8, 2.5))
+
+
+def _talk(chance: random.Random) -> Scene:
+    acks = chance.random() < 0.7
+    habits = Habits(acks=acks, exact=acks, frame_ms=chance.choice((32, 50)))
+    manners = Manners(numbered=1 if acks else 0.5)  # what was played must come through in the end
+    return Scene("talk", people=chance.randint(1, 2), seconds=chance.uniform(2, 4), manners=manners, habits=habits)
+
+
+def _troubled(scene: Scene, chance: random.Random) -> Scene:
+    """The same with workers that break."""
+    return replace(
+        scene,
+        kind=f"{scene.kind}_faults",
+        faults=tuple(name for name in FAULTS if chance.random() < 0.6) or FAULTS,
+        replicas=chance.choice((1, 2, 2)),
+        fused=chance.random() < 0.3,
+        every_ns=chance.choice((S // 5, S // 2, S)),
+    )
+
+
+def _plain_faults(chance: random.Random) -> Scene:
+    return _troubled(_plain(chance), chance)
+
+
+def _talk_faults(chance: random.Random) -> Scene:
+    return _troubled(_talk(chance), chance)
+
+
+def _poison(chance: random.Random) -> Scene:
+    return replace(_plain(chance), kind="poison", replicas=1, poison=0.25)
+
+
+def _flood(_: random.Random) -> Scene:
+    """One client asks for more than its session lets wait."""
+    return Scene("flood", (("chain", 1),), seconds=0.4, floods=12)
+
+
+def _caps(chance: random.Random) -> Scene:
+    """More want in than may, of two pipelines, for little time each."""
+    limits = replace(LIMITS, max_sessions=chance.randint(1, 4))
+    if chance.random() < 0.5:
+        limits = replace(limits, max_bytes=chance.randint(4, 12) * KIB * KIB)
+    return Scene(
+        "caps",
+        (("chain", chance.randint(2, 5)), ("mixed", chance.randint(1, 4))),
+        seconds=chance.uniform(1, 2.5),
+        limits=limits,
+        most_of_each=chance.choice((None, None, 1, 2)),
+        manners=Manners(patience_ns=chance.choice((S // 5, S, 10 * S)), closes=12),
+        wait_queue=chance.choice((0, 1, 3, 64)),
+        wait_deadline_s=chance.choice((0.1, 0.5, 5)),
+    )
+
+
+def _storm(chance: random.Random) -> Scene:
+    """Lines that break all the time, and clients that lost frames, inputs or patience."""
+    manners = Manners(
+        paces=chance.choice(((FAST,), (FAST, SLOW), (SLOW,))),
+        numbered=0.8,
+        skips=chance.choice((0.0, 0.05)),
+        forgets=chance.choice((0.0, 0.3)),
+        restless_ns=S // 10,
+        drops=30,
+        returns=40,
+    )
+    scene = Scene("storm", (("chain", 2),), seconds=1.5, manners=manners, habits=Habits(frame_ms=50))
+    if chance.random() < 0.5:
+        scene = replace(scene, asking=(), people=2, seconds=2.5)
+    return replace(scene, limits=replace(LIMITS, detach_grace_s=chance.choice((0.3, 4))))
+
+
+def _slow(chance: random.Random) -> Scene:
+    """Clients that take frames slowly: outboxes and journals reach their bounds."""
+    manners = Manners(paces=chance.choice(((SLOW,), (SLOW, STUCK), (STUCK,))), forgets=chance.choice((0.0, 0.2)))
+    tight = chance.random() < 0.5
+    limits = replace(
+        LIMITS,
+        outbox_bytes=chance.choice((4, 16)) * KIB if tight else 4 * KIB * KIB,
+        journal_bytes=chance.choice((3, 12)) * KIB if tight else 8 * KIB * KIB,
+        journal_s=chance.choice((1, 60)),
+    )
+    habits = Habits(acks=chance.random() < 0.5, hushes=30, frame_ms=50)
+    return Scene("slow", people=2, seconds=2.5, limits=limits, manners=manners, habits=habits)
+
+
+def _interrupts(chance: random.Random) -> Scene:
+    """People who do not let the reply finish, on lines that keep what is to be silenced."""
+    manners = Manners(paces=(chance.choice((FAST, SLOW)),), restless_ns=S // 4)
+    acks = chance.random() < 0.7
+    exact = acks and manners.paces == (FAST,)
+    manners = replace(manners, numbered=1 if exact else 0.5)
+    habits = Habits(acks=acks, exact=exact, speaks=20, hushes=30, fussy=25, frame_ms=50)
+    return Scene("interrupts", people=2, seconds=3, manners=manners, habits=habits)
+
+
+def _tentative(chance: random.Random) -> Scene:
+    """People who hesitate: short speech, short pauses."""
+    manners = Manners(restless_ns=chance.choice((S // 4, S // 2)), numbered=0)
+    habits = Habits(speaks=50, hushes=60, fussy=1, frame_ms=32)
+    return Scene("tentative", people=2, seconds=3, manners=manners, habits=habits)
+
+
+def _verbs(chance: random.Random) -> Scene:
+    """Forks, snapshots, restores, in the middle of everything else."""
+    manners = Manners(restless_ns=S // 4)
+    habits = Habits(acks=chance.random() < 0.7, verbs=True, fussy=8, frame_ms=50)
+    scene = Scene("verbs", people=chance.randint(1, 2), seconds=2.5, manners=manners, habits=habits)
+    return _troubled(scene, chance) if chance.random() < 0.4 else scene
+
+
+def _both(chance: random.Random) -> Scene:
+    """Two kinds of session on one server with one cap."""
+    scene = replace(_talk(chance), kind="both", asking=(("chain", 2),), people=1, seconds=2)
+    scene = replace(scene, limits=replace(LIMITS, max_sessions=chance.choice((2, 6))))
+    return _troubled(scene, chance) if chance.random() < 0.5 else scene
+
+
+def _leases(chance: random.Random) -> Scene:
+    """Leases that run out in the middle."""
+    limits = replace(
+        LIMITS,
+        idle_lease_s=chance.choice((0.4, 30)),
+        detach_grace_s=chance.choice((0, 0.1, 0.4)),
+        max_age_s=chance.choice((1.5, 86_400)),
+        max_age_warning_s=0.5,
+    )
+    scene = _talk(chance) if chance.random() < 0.5 else _plain(chance)
+    manners = Manners(drops=15, returns=20, restless_ns=chance.choice((S // 8, S)))
+    habits = replace(scene.habits, exact=False)
+    return replace(scene, kind="leases", limits=limits, manners=manners, habits=habits)
+
+
+SCENERY: Mapping[Scenery, int] = {
+    _plain: 6,
+    _plain_faults: 16,
+    _poison: 4,
+    _flood: 2,
+    _caps: 8,
+    _storm: 12,
+    _slow: 9,
+    _talk: 6,
+    _talk_faults: 10,
+    _interrupts: 9,
+    _tentative: 6,
+    _verbs: 9,
+    _both: 4,
+    _leases: 5,
+}
+"""What a seed may draw, with how often it does in a hundred or so."""
+
+
+def draw(seed: int) -> Scene:
+    """The scene of a seed."""
+    chance = random.Random(f"scene {seed}")
+    scenery = chance.choices(tuple(SCENERY), tuple(SCENERY.values()))[0]
+    return replace(scenery(chance), drains=chance.random() < 0.3)
+
+
+@cache
+def placed(names: tuple[str, ...], replicas: int, fused: bool, limits: Limits, most_of_each: int | None) -> Plan:
+    def deploy(name: str) -> PipelineDeploy:
+        spec = SPECS[name]
+        each = {stage: StageDeploy(replicas=replicas, bytes_per_session=KIB * KIB) for stage in spec.stage_names}
+        together = (spec.stage_names[1:3],) if fused else ()
+        return PipelineDeploy(name, max_sessions=most_of_each, stages=each, fuse=together)
+
+    return plan(Deploy(tuple(deploy(name) for name in names), limits=limits), SPECS)
+
+
+class Faults:
+    """Breaks workers now and then until `until_ns`, then mends them."""
+
+    def __init__(self, world: World, scene: Scene) -> None:
+        self.world = world
+        self.scene = scene
+        self.until_ns = world.now() + int(scene.seconds * S)
+        world.after(0, scene.every_ns, self._strike)
+
+    def _strike(self) -> None:
+        world = self.world
+        world.laws.no_turn_lingers()
+        live = world.live()
+        if world.now() >= self.until_ns:
+            for worker in live:
+                worker.mend()
+            return
+        if live:
+            worker = world.random.choice(live)
+            kind = world.random.choice(self.scene.faults)
+            world.tell(f"worker {worker.worker} of {', '.join(worker.stages)}: {kind}")
+            match kind:
+                case "die":
+                    worker.die()
+                case "stall":
+                    worker.stall(2 * S)
+                case "lag":
+                    worker.lag(1 + world.draw() * 39)
+                case "repeat":
+                    worker.repeat(0.2)
+                case "swap":
+                    worker.swap(0.1)
+        world.after(0, self.scene.every_ns, self._strike)
+
+
+class Play:
+    """One scene, played in one world."""
+
+    def __init__(self, world: World, scene: Scene, judge: Thinker) -> None:
+        self.world = world
+        self.scene = scene
+        self.desk = Desk(world, scene.wait_queue, scene.wait_deadline_s)
+        self.askers = [
+            Asker(world, self.desk, f"{name}{index}", scene.manners, name, scene.poison, scene.floods)
+            for name, count in scene.asking
+            for index in range(count)
+        ]
+        self.crowd: list[Talkative] = []
+        for index in range(scene.people):
+            Talkative(world, self.desk, f"person{index}", scene.manners, scene.habits, judge, self.crowd)
 
     @property
-    def pipelines(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.asking) + ((VOICE.name,) if self.people else ())
+    def clients(self) -> Sequence[Client]:
+        return (*self.askers, *self.crowd)
+
+    def go(self) -> None:
+        world, scene = self.world, self.scene
+        for client in self.clients:
+            client.live()
+        if scene.faults:
+            Faults(world, scene)
+        world.run(scene.seconds)
+        self._calm()
+        self._serve()
+        self._end()
+
+    def _calm(self) -> None:
+        """Nothing new is begun, and all that runs comes to its end."""
+        world = self.world
+        for client in self.clients:
+            client.leave()
+        world.run(1.2)
+        assert world.run_until(lambda: world.it.pools.is_ready(), 5), "the pools are never ready again (G9)"
+        assert world.run_until(self._quiet, PATIENCE_S), f"{self._busy()} wait for turns that never end (G4, G9)"
+        for client in self.clients:
+            client.mend()
+        world.run(0.5)
+
+    def _busy(self) -> list[str]:
+        return [client.name for client in self.clients if client.session is not None and client.session.busy]
+
+    def _quiet(self) -> bool:
+        return not self._busy()
+
+    def _serve(self) -> None:
+        """Whoever still has a session gets an answer, and then has everything."""
+        world, scene = self.world, self.scene
+        requests = {asker: asker.ask(units=3) for asker in self.askers if asker.on_line and asker.session is not None}
+        people = [person for person in self.crowd if person.on_line and person.session is not None]
+        for person in people:
+            person.tell(TextAppended("are you there"))
+        world.run(0.2)
+        world.run_until(self._quiet, PATIENCE_S)
+        world.run(0.5)
+        for asker, request in requests.items():
+            if asker.session is not None and asker.on_line:
+                assert asker.ends.get(request) == "done", f"{asker.name} is not served, {request} is not done (G9)"
+        for person in people:
+            if person.session is not None and person.on_line:
+                assert person.answered(), f"{person.name} is not answered (G9)"
+                assert not person.tickets, f"{person.name} never gets snapshots {person.tickets} (G9)"
+        for client in self.clients:
+            client.has_everything()
+        if not scene.faults:
+            assert not world.counts["workers_lost"], "a worker is lost that was sound (G9)"
+            failed = world.counts["sim_turn_failed"] + world.counts["turn_failed"]
+            assert scene.poison or not failed, f"{failed} turns fail on sound workers (G9)"
+
+    def _end(self) -> None:
+        world = self.world
+        if self.scene.drains:
+            world.it.drain(world.now() + S)
+        else:
+            for client in self.clients:
+                client.close()
+        world.run(max(self.scene.limits.detach_grace_s, 1) + 1)
+        for client in self.clients:
+            client.quit()
+        world.run(0.2)
+        at_rest(world, self.desk)
+        if self.scene.drains:
+            world.it.pools.drain()
+            world.run(0.5)
+            assert not world.it.pools.replicas(), "a worker stays when all are told to go (G3)"
+        world.laws.settle()
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """What came of a seed."""
-
-    seed: int
-    kind: str
-    digest: str
-    steps: int
-    counts: Mapping[str, int]
-    error: AssertionError | Exception | None = None
-
-
-Draw = Callable[[random.Random], Scene]
-
-
-def _plain(draw: random.Random) -> Scene:
-    """Sound workers: nothing ever fails."""
-    return Scene("plain", ((draw.choice(("chain", "mixed")), draw.randint(1, 5)),), seconds=draw.uniform(1, 3))
-
-
-def _plain_faults(draw: random.Random) -> Scene:
-    return replace(_plain(draw), kind="plain_faults", **_troubled(draw))
+def at_rest(world: World, desk: Desk) -> None:
+    """Nothing is left of any session: not in the server, not in a worker (G3, G11)."""
+    it = world.it
+    assert it.sessions == 0, f"sessions {list(it._bound)} are left (G3)"
+    assert world.slots.taken == 0, f"{world.slots.taken} slots are taken (G3)"
+    assert desk.admission.admitted.sessions == 0, f"{desk.admission.admitted} is admitted (G3)"
+    assert desk.admission.waiting == 0, f"{desk.admission.waiting} wait for admission (G3)"
+    assert not it._turns, f"turns are left: {list(it._turns)} (G3)"
+    assert not it._vacancies, f"{it._vacancies} wait for a replica (G3)"
+    assert world.alarms() == 0, f"{world.alarms()} timers are left (G3)"
+    assert world.counts["sim_outbox"] == 0, f"{world.counts['sim_outbox']} bytes wait in outboxes (G11)"
+    for replica in it.pools.replicas():
+        assert not replica.sessions, f"replica {replica.worker} keeps {replica.sessions} (G3)"
+    for worker in world.live():
+        for stage in worker.stages.values():
+            what = f"worker {worker.worker} stage {stage.name}"
+            assert not stage.hosts, f"{what} has sessions left: {list(stage.hosts)} (G3)"
+            assert not stage.turns, f"{what} has turns left: {list(stage.turns)} (G3)"
+            assert not stage.finished, f"{what} keeps output of {list(stage.finished)} (G3)"
+            assert not stage.early, f"{what} keeps early chunks of {list(stage.early)} (G3)"
 
 
-def _troubled(draw: random.Random) -> dict[str, object]:
-    return {
-        "faults": tuple(name for name in FAULTS if draw.random() < 0.6) or FAULTS,
-        "replicas": draw.choice((1, 2, 2)),
-        "every_ns": draw.choice((S // 5, S // 2, S)),
-        "fuse": draw.random() < 0.3,
-    }
+def play(seed: int, say: Callable[[str], None] | None = None) -> World:
+    """Play the seed's scene; raises AssertionError where a guarantee is broken."""
+    scene = draw(seed)
+    if say is not None:
+        say(f"seed {seed}: {scene}")
+    names = tuple(name for name, _ in scene.asking) + ((VOICE.name,) if scene.people else ())
+    judge = Thinker()
+    where = placed(names, scene.replicas, scene.fused, scene.limits, scene.most_of_each)
+    world = World(where, seed, {**MAKE, **SOUND_MAKE, "thinker": judge}, say)
+    Play(world, scene, judge).go()
+    return world

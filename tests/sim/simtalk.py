@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from simclients import Client, Desk, Manners, Watched
+from simclients import Act, Client, Desk, Link, Manners, Watched
 from simlaws import Ledger
 from simworkers import Host, Make
 from simworld import MS, S, World
@@ -22,7 +22,7 @@ from omni_live.protocols.desk import Mailbox
 from omni_live.runtime.orchestrator import UnavailableError
 from omni_live.server.desk import Seat
 from omni_live.sessions.continuity import Message, read_context
-from omni_live.sessions.conversation import MAX_ITEMS, SIDE_LANE, Conversation, Exchange, Shape
+from omni_live.sessions.conversation import SIDE_LANE, Conversation, Exchange, Shape
 from omni_live.sessions.effects import SnapshotReady
 from omni_live.sessions.events import (
     AudioDelta,
@@ -30,6 +30,7 @@ from omni_live.sessions.events import (
     ErrorTold,
     Event,
     ItemTruncated,
+    OutputItemAdded,
     ResponseDone,
     TextDelta,
 )
@@ -244,7 +245,7 @@ class WatchedTalk(Watched, Conversation):
     """The items that a restore brought back, until a turn is made on them."""
 
     def check(self) -> None:
-        assert len(self.items) <= MAX_ITEMS, f"{len(self.items)} items (G11)"
+        assert len(self.items) <= self.limits.conversation_items, f"{len(self.items)} items (G11)"
         room = self.limits.client_credits
         for exchange in (self._exchange, self._tried, self._side):
             if exchange is not None:
@@ -294,6 +295,15 @@ class Player:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What the server says was heard of a reply that it cut, and where it said so."""
+
+    heard_ms: int
+    text: str
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
 class Habits:
     """How somebody talks."""
 
@@ -305,7 +315,6 @@ class Habits:
     """Forks, takes snapshots and goes back to them."""
     fussy: int = 4
     """Weight of commands in the middle of talk."""
-    drops: int = 3
     speaks: int = 30
     hushes: int = 40
     frame_ms: int = 32
@@ -342,12 +351,15 @@ class Talkative(Client):
         self._twins = 0
         self._players: dict[str, Player] = {}
         self._responses: dict[str, str] = {}
+        self._cuts: dict[str, Cut] = {}
+        """By item, since the server spoke last."""
         self._truncated: set[str] = set()
         """Items of which the client itself may have said how much of them counts."""
         self._speaking = False
         self._deaf_at = 0
         self._voice = 1 + int(world.draw() * 30_000)
         self._tickets = 0
+        self._last_status: ResponseStatus | None = None
 
     def make_session(self, slot: int, generation: int) -> tuple[Session, Ledger]:
         key, now, limits = session_key(slot, generation), self.world.now(), self.world.plan.limits
@@ -377,6 +389,7 @@ class Talkative(Client):
     def opened(self) -> None:
         self._players.clear()
         self._responses.clear()
+        self._cuts.clear()
         self.ended.clear()
         self.tickets.clear()
         self._microphone(self.session)
@@ -385,13 +398,8 @@ class Talkative(Client):
 
     # -- the loops of its life
 
-    def acts(self) -> dict[Callable[[], object], int]:
-        acts: dict[Callable[[], object], int] = {
-            self.drop: self.habits.drops,
-            self.come_back: 10,
-            self.ack: 6,
-            self.beat: 1,
-            self.close: 1,
+    def acts(self) -> dict[Act, int]:
+        acts: dict[Act, int] = {
             self.speak: self.habits.speaks,
             self.hush: self.habits.hushes,
             self.type: 4,
@@ -403,7 +411,7 @@ class Talkative(Client):
 
     def leave(self) -> None:
         """Say no more; the microphone goes on until the last word is surely heard."""
-        self.leaving = True
+        super().leave()
         self._speaking = False
         self._deaf_at = self.world.now() + S
 
@@ -418,7 +426,6 @@ class Talkative(Client):
 
     def fuss(self) -> None:
         item = next(reversed(self._responses), "no such item")
-        self._truncated.add(item)
         told: Sequence[ClientInput] = (
             CancelAsked(),
             BargeInAsked(),
@@ -430,7 +437,10 @@ class Talkative(Client):
             ItemDeleteAsked(item),
             ItemTruncateAsked(item, int(self.world.draw() * 800)),
         )
-        self.tell(self.world.random.choice(told))
+        chosen = self.world.random.choice(told)
+        if isinstance(chosen, ItemTruncateAsked):
+            self._truncated.add(item)
+        self.tell(chosen)
 
     def _microphone(self, session: Session | None) -> None:
         if session is None or session is not self.session or (self.leaving and self.world.now() > self._deaf_at):
@@ -460,7 +470,7 @@ class Talkative(Client):
         twin = Talkative(self.world, self.desk, name, self.manners, self.habits, self.judge, self.crowd)
         twin.parent = self
         twin.want()
-        twin.lives(twin.acts())
+        twin.live()
 
     def take_snapshot(self) -> None:
         if self.seat is not None and self.session is not None:
@@ -501,8 +511,12 @@ class Talkative(Client):
                 self._responses[item] = response
             case AudioTranscriptDelta(response) | TextDelta(response):
                 assert response not in self.ended, f"{self.name}: text of {response} after its end (G1, G4)"
+            case OutputItemAdded():
+                self._check_heard()
             case ResponseDone(response):
                 self.ended.add(response.id)
+                if response.in_conversation:
+                    self._last_status = response.status
                 self._check_words(event)
             case ItemTruncated(item, _, heard_ms, text):
                 self._cut(item, heard_ms, text)
@@ -510,6 +524,10 @@ class Talkative(Client):
                 self.world.count("sim_snapshot_refused")
             case _:
                 pass
+
+    def answered(self) -> bool:
+        """Whether the last reply that it heard of is a whole one."""
+        return self._last_status is ResponseStatus.COMPLETED
 
     def _check_words(self, done: ResponseDone) -> None:
         """A reply that is done has every word of its turn (G4)."""
@@ -528,7 +546,20 @@ class Talkative(Client):
             played = player.stop(self.world.now())
             if self.habits.acks:
                 self.tell(PlaybackAcked(float(played), response_id=response))
-        if self.habits.exact and response in self._players and item not in self._truncated:
-            off_ms = abs(heard_ms - player.at(self.world.now()))
-            assert off_ms <= CHUNK_MS + TRAVEL_MS, f"{self.name}: {item} heard for {heard_ms} ms, {off_ms} off (G8)"
-            assert words >= heard_ms // CHUNK_MS, f"{self.name}: {heard_ms} ms of {item} are {text!r} (G8)"
+        if response in self._players and self.link is not None:
+            self._cuts[item] = Cut(heard_ms, text, self.link)
+
+    def _check_heard(self) -> None:
+        """The server speaks again: by now it knows what was heard of what it cut (G8)."""
+        session, link = self.session, self.link
+        if not self.habits.exact or session is None or link is None:
+            return
+        for item, cut in self._cuts.items():
+            if cut.link is not link or item in self._truncated:
+                continue
+            played_ms = self._players[self._responses[item]].at(self.world.now())
+            what = f"{self.name}: of {item} {cut} counts, and {played_ms} ms were played (G8)"
+            assert abs(cut.heard_ms - played_ms) <= CHUNK_MS + TRAVEL_MS, what
+            assert len(cut.text.split()) == cut.heard_ms // CHUNK_MS, what
+            self.world.count("sim_heard_exactly")
+        self._cuts.clear()

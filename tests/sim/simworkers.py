@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from omni_live.config.plan import WorkerPlan
 from omni_live.pipelines.spec import Handover
-from omni_live.runtime.ports import CLIENT, Route, WorkerId
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, Stamp
@@ -70,7 +70,7 @@ class Unit(NamedTuple):
     payload: Payload | None
     last: bool = False
     sender: tuple[WorkerId, str] | None = None
-    """Who gets the credit; None for the server."""
+    """Who gets the credit for a payload; None for the server."""
     incomplete: str | None = None
     """Why a producer's output is incomplete."""
 
@@ -91,6 +91,8 @@ class SimTurn:
     """By receiver: output of a whole edge."""
     seq: int = 0
     incomplete: str | None = None
+    sources: set[WorkerId] = field(default_factory=set)
+    """Workers that produce input and have not said last; one that opened it is among them from the start."""
 
     @property
     def final(self) -> bool:
@@ -141,6 +143,10 @@ class SimWorker:
         self._peers: dict[WorkerId, Lane] = {}
         """The lanes to other workers."""
         self._inbox: deque[Callable[[], None]] = deque()
+        self._called = self._performed = 0
+        """Calls that were made, and those that have arrived and were done."""
+        self._ahead: list[tuple[int, WorkerId, SimStage, SimTurn]] = []
+        """Openings by producers that arrived before the calls that they come after."""
         self._stepping = False
         self._draining = False
         world.after(MS, 80 * MS, self._loaded)
@@ -160,6 +166,11 @@ class SimWorker:
         """Outputs change places now and then."""
         self._media.swaps = chance
 
+    def mend(self) -> None:
+        self.lag(1)
+        self.repeat(0)
+        self.swap(0)
+
     def stall(self, most_ns: int) -> None:
         """The runner steps nothing and answers nothing for a while."""
         self.busy = True
@@ -171,6 +182,8 @@ class SimWorker:
             self.alive = False
             self.world.tell(f"worker {self.worker} of {', '.join(self.stages)}: {reason}")
             self.world.after(50 * US, 20 * MS, lambda: self._noticed(reason))
+            for peer in self.world.live():
+                self.world.after(50 * US, 20 * MS, peer.neighbour_lost(self.worker))
 
     def _noticed(self, reason: str) -> None:
         self.world.it.exited(self.worker, reason)
@@ -195,17 +208,25 @@ class SimWorker:
         self._call(lambda: self._close_session(self.stages[stage], session))
 
     def open_turn(
-        self, stage: str, stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int
+        self,
+        stage: str,
+        stamp: Stamp,
+        params: Mapping[str, Scalar],
+        routes: tuple[Route, ...],
+        inputs: int,
+        payload: Payload | None = None,
     ) -> None:
-        turn = SimTurn(stamp, params, routes, inputs, {route.receiver: route.credits for route in routes})
+        turn = _turn(stamp, params, routes, inputs)
+        if payload is not None:
+            self._take(self.stages[stage], turn, Unit(payload, True))
         self._call(lambda: self._open_turn(self.stages[stage], turn))
+
+    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+        del stage, stamp, routes
+        return self._called
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
         self._call(lambda: self._forward(self.stages[stage], stamp, route))
-
-    def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
-        unit = Unit(payload, last)
-        self._call(lambda: self._deliver(self.stages[stage], stamp, unit))
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
         self._call(lambda: self.stages[stage].heard.append((session, payload)))
@@ -235,7 +256,22 @@ class SimWorker:
     # -- the runner --------------------------------------------------------------------------------------------------
 
     def _call(self, act: Callable[[], None]) -> None:
-        self._calls.send(lambda: self._arrive(act))
+        self._called += 1
+        self._calls.send(lambda: self._arrive(lambda: self._perform(act)))
+
+    def _perform(self, act: Callable[[], None]) -> None:
+        act()
+        self._performed += 1
+        if self._ahead:
+            ahead, self._ahead = self._ahead, []
+            for opening in ahead:
+                self._open_after(*opening)
+
+    def _open_after(self, after: int, worker: WorkerId, stage: SimStage, turn: SimTurn) -> None:
+        if after > self._performed:
+            self._ahead.append((after, worker, stage, turn))
+        else:
+            self._open_turn(stage, turn)
 
     def _arrive(self, act: Callable[[], None]) -> None:
         if self.alive:
@@ -296,12 +332,10 @@ class SimWorker:
             for turn in tuple(turns.values()):
                 if not admits(turn.stamp):
                     self._drop(stage, turn.stamp[:4], "stale")
-        for key, units in tuple(stage.early.items()):
+        for key in tuple(stage.early):
             stamp = Stamp(*key)
             if not admits(stamp):
-                del stage.early[key]
-                for unit in units:
-                    self._give_back(stage, stamp, unit)
+                self._drop_early(stage, stamp)
 
     def _listen(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
         host = stage.hosts.get(session)
@@ -340,7 +374,7 @@ class SimWorker:
         stage.over.add(key)
         for route in turn.routes:
             if route.receiver != CLIENT and not route.whole:
-                self._hand(turn.stamp, route, Unit(None, True, None, turn.incomplete))
+                self._hand(turn.stamp, route, Unit(None, True, (self.worker, stage.name), turn.incomplete))
         if any(route.whole for route in turn.routes):
             stage.finished[key] = turn
         outcome = Outcome.DONE if turn.incomplete is None else Outcome.INCOMPLETE
@@ -358,6 +392,18 @@ class SimWorker:
     def _end(self, stage: SimStage, turn: SimTurn, outcome: Outcome, reason: str) -> None:
         lane = self._media if turn.final else self._control
         lane.send(lambda: self.world.it.ended(self.worker, stage.name, turn.stamp, outcome, reason))
+
+    def _never_opened(
+        self, stage: SimStage, stamp: Stamp, reason: str, outcome: Outcome = Outcome.INCOMPLETE
+    ) -> None:
+        """A turn that has not begun here ends here all the same, and never begins."""
+        stage.over.add(stamp[:4])
+        self._drop_early(stage, stamp)
+        self._control.send(lambda: self.world.it.ended(self.worker, stage.name, stamp, outcome, reason))
+
+    def _drop_early(self, stage: SimStage, stamp: Stamp) -> None:
+        for unit in stage.early.pop(stamp[:4], ()):
+            self._give_back(stage, stamp, unit)
 
     def _leave(self) -> None:
         if self._draining and not any(stage.hosts for stage in self._list):
@@ -377,6 +423,36 @@ class SimWorker:
         if lane is None:
             lane = self._peers[peer.worker] = self.world.lane()
         lane.send(arrive)
+
+    def _open_at(self, route: Route, opening: Opening, ours: SimTurn) -> None:
+        """Open the receiver's side of our turn."""
+        peer = self.world.workers[route.worker]
+        stage = peer.stages[route.receiver]
+        stamp = ours.stamp._replace(stage=opening.stage_index)
+        turn = _turn(stamp, ours.params, opening.routes, 1)
+        turn.sources.add(self.worker)
+        if peer is self:
+            self._open_turn(stage, turn)
+        else:
+            self._to(peer, lambda: peer.open_from(opening.after, self.worker, stage, turn))
+
+    def open_from(self, after: int, worker: WorkerId, stage: SimStage, turn: SimTurn) -> None:
+        """A producer opens the stage's side of a turn."""
+        self._arrive(lambda: self._open_after(after, worker, stage, turn))
+
+    def neighbour_lost(self, worker: WorkerId) -> Callable[[], None]:
+        """A worker is dead: what still waits for its output cannot end well."""
+
+        def fail() -> None:
+            for stage in self._list:
+                for turn in tuple(stage.turns.values()):
+                    if worker in turn.sources:
+                        self._drop(stage, turn.stamp[:4], "peer_lost", Outcome.FAILED)
+            for _, opener, stage, turn in self._ahead:
+                if opener == worker and turn.stamp[:4] not in stage.over:
+                    self._never_opened(stage, turn.stamp, "peer_lost", Outcome.FAILED)
+
+        return lambda: self._arrive(fail)
 
     def deliver(self, stage: str, stamp: Stamp, unit: Unit) -> None:
         """A unit from another stage."""
@@ -408,7 +484,11 @@ class SimWorker:
         if unit.payload is not None:
             turn.inbox.append(unit)
             self._check_room(stage, len(turn.inbox))
+        if unit.sender is not None:
+            turn.sources.add(unit.sender[0])
         if unit.last:
+            if unit.sender is not None:
+                turn.sources.discard(unit.sender[0])
             turn.inputs -= 1
             turn.incomplete = turn.incomplete or unit.incomplete
 
@@ -456,16 +536,18 @@ class SimWorker:
     def _open_turn(self, stage: SimStage, turn: SimTurn) -> None:
         key = turn.stamp[:4]
         assert key not in stage.turns, f"turn {key} is opened twice on {stage.name} (G4)"
-        early = stage.early.pop(key, [])
-        if not self.world.admits(turn.stamp) or key in stage.over:
-            stage.over.add(key)
-            for unit in early:
-                self._give_back(stage, turn.stamp, unit)
-            self._end(stage, turn, Outcome.INCOMPLETE, "stale")
+        if key in stage.over:
+            self._drop_early(stage, turn.stamp)
+            return
+        if not self.world.admits(turn.stamp):
+            self._never_opened(stage, turn.stamp, "stale")
             return
         assert turn.stamp.session in stage.hosts, f"turn {key} is opened on {stage.name} without its session (G5)"
         stage.turns[key] = turn
-        for unit in early:
+        for route in turn.routes:
+            if route.opens is not None:
+                self._open_at(route, route.opens, turn)
+        for unit in stage.early.pop(key, ()):
             self._take(stage, turn, unit)
 
     def _forward(self, stage: SimStage, stamp: Stamp, route: Route) -> None:
@@ -476,17 +558,24 @@ class SimWorker:
         kept = turn.kept.pop(route.receiver, [])
         for payload in kept:
             self._hand(stamp, route, Unit(payload))
-        self._hand(stamp, route, Unit(None, True, None, turn.incomplete))
+        self._hand(stamp, route, Unit(None, True, (self.worker, stage.name), turn.incomplete))
         if not turn.kept:
             del stage.finished[stamp[:4]]
 
     def _abort(self, stage: SimStage, stamp: Stamp) -> None:
-        self._drop(stage, stamp[:4], "aborted")
+        if stamp[:4] in stage.turns or stamp[:4] in stage.over:
+            self._drop(stage, stamp[:4], "aborted")
+        else:
+            self._never_opened(stage, stamp, "aborted")
 
     def _credit(self, stage: str, stamp: Stamp, receiver: str, units: int) -> None:
         turn = self.stages[stage].turns.get(stamp[:4])
         if turn is not None:
             turn.credits[receiver] += units
+
+
+def _turn(stamp: Stamp, params: Mapping[str, Scalar], routes: tuple[Route, ...], inputs: int) -> SimTurn:
+    return SimTurn(stamp, params, routes, inputs, {route.receiver: route.credits for route in routes})
 
 
 def _deadline(turn: SimTurn) -> int:

@@ -142,7 +142,7 @@ class Ears:
             threshold=param_real(meta, "threshold", 0.5),
             prefix_padding_ms=param_int(meta, "prefix_padding_ms", 300),
             silence_duration_ms=param_int(meta, "silence_duration_ms", 736),
-            speculative_ms=param_int(meta, "speculative_ms", 160),
+            speculative_ms=param_int(meta, "speculative_ms", 96),
             min_speech_ms=param_int(meta, "min_speech_ms", 96),
         )
         ear.listener.go_on_from(param_int(meta, "position", 0), param_int(meta, "utterance", 0))
@@ -197,6 +197,15 @@ class Ears:
             self._find(session, Heard(heard.utterance, heard.start, heard.end, heard.text, 1.0, True))
         else:
             ear.settle = settle
+            self._hurry(session, settle.utterance)
+
+    def _hurry(self, session: SessionKey, utterance: int) -> None:
+        """The transcript of it is awaited now: nothing overtakes it any more."""
+        with self._lock:
+            for job in self._jobs:
+                if job.session == session and job.wanted.utterance == utterance:
+                    job.speculative = False
+            heapq.heapify(self._jobs)
 
     # -- recognition ---------------------------------------------------------------------------------------------
 

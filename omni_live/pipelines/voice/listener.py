@@ -10,6 +10,8 @@ plays no part. The rules:
   sound itself ends, see `quiet_behind`; silence is counted from there.
 - A transcript is wanted once per pause, at the speculative silence, and at a commit which that one does not cover.
 - An utterance of less speech than the minimum fades at the speculative silence, any other when nobody commits it.
+- Whoever speaks again after `silence_duration_ms` says something new, also where the session's commit is still on its
+  way: audio that comes in bulk, after a reconnect, is cut where audio in real time would be.
 - The audio of an utterance is bounded. At the bound the listener commits by itself, the transcript being final.
 - With turn detection off nothing is found; a commit takes whatever came since the last one, up to the same bound.
 """
@@ -220,12 +222,13 @@ class Listener:
         self._at += FRAME
         if utterance is None:
             return self._begin(pcm)
+        voiced = self._voiced(probability, detection, utterance)
+        late = self._at - FRAME - utterance.speech_end - _samples(detection.silence_duration_ms)
+        if voiced and late >= 0:
+            return [*self._close_late(utterance, late // FRAME), *self._begin(pcm)]
         utterance.frames.append(pcm)
         utterance.length += FRAME
-        if self._voiced(probability, detection, utterance):
-            reports = self._go(utterance, pcm)
-        else:
-            reports = self._pause(utterance, detection)
+        reports = self._go(utterance, pcm) if voiced else self._pause(utterance, detection)
         if self._utterance is not None and utterance.length >= _samples(self._bounds.utterance_ms):
             reports += self._close(utterance)
         return reports
@@ -308,6 +311,18 @@ class Listener:
         if utterance.covered_to >= utterance.speech_end:
             return [Settle(utterance.number, utterance.start, utterance.covered_to)]
         return [self._wanted(utterance, final=True)]
+
+    def _close_late(self, utterance: _Utterance, frames: int) -> list[Report]:
+        """Close it as of so many frames before the current one."""
+        after = utterance.frames[len(utterance.frames) - frames :]
+        del utterance.frames[len(utterance.frames) - frames :]
+        utterance.length -= frames * FRAME
+        self._at -= (frames + 1) * FRAME
+        reports = self._close(utterance)
+        for pcm in after:
+            self._keep(pcm)
+        self._at += FRAME
+        return reports
 
     def _wanted(self, utterance: _Utterance, *, final: bool) -> Transcribe:
         utterance.covered_to = self._at

@@ -57,7 +57,7 @@ class Talker:
     def __init__(self, options: EngineOptions) -> None:
         read = Options("talker", options)
         self._voice = read.text("voice", DEFAULT_VOICE)
-        self._first_words = read.whole("first_words", 8, 1, 32)
+        self._first_words = read.whole("first_words", 6, 1, 32)
         self._first_words_crowded = read.whole("first_words_crowded", 4, 1, 32)
         self._crowd = read.whole("crowd", 0, 0, 1024)
         read.done()

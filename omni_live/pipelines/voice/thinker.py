@@ -76,7 +76,7 @@ class Thinker:
 
     def __init__(self, options: EngineOptions) -> None:
         read = Options("thinker", options)
-        self._sessions = read.whole("sessions", 32, 1, 4096)
+        self._sessions = read.whole("sessions", 256, 1, 4096)
         self._window = read.whole("context", 2048, 128, 8192)
         self._reserve = read.whole("reserve", 256, 16, 4096)
         self._max_tokens = read.whole("max_tokens", 120, 1, 4096)

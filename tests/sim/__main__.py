@@ -1,0 +1,89 @@
+"""`python -m tests.sim --seed N` replays one schedule; `--seeds A-B` runs many and says which of them fail."""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from simscenes import draw, play  # beside this file, which need not be on the path
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a seed."""
+
+    digest: str
+    counts: Counter[str]
+    error: Exception | None
+
+
+def run(seed: int, verbose: bool) -> Run:
+    try:
+        world = play(seed, print if verbose else None)
+    except Exception as error:  # noqa: BLE001  # whatever breaks a seed is that seed's result
+        return Run("", Counter(), error)
+    return Run(world.digest(), world.counts, None)
+
+
+def replay(seed: int, verbose: bool) -> int:
+    print(f"seed {seed}: {draw(seed)}")
+    result = run(seed, verbose)
+    if result.error is None:
+        print(f"seed {seed} holds: {result.digest}")
+        return 0
+    traceback.print_exception(result.error)
+    print(f"seed {seed} fails: {result.error}")
+    if not verbose:
+        print(f"the whole schedule: {command(seed)} --verbose")
+    return 1
+
+
+def command(seed: int) -> str:
+    return f"python -m tests.sim --seed {seed}"
+
+
+def run_all(seeds: range, first_only: bool) -> int:
+    """One line of JSON for each failure, and one in the end with what happened in all."""
+    counts: Counter[str] = Counter()
+    began = time.process_time()
+    failed = played = 0
+    for seed in seeds:
+        result = run(seed, verbose=False)
+        played += 1
+        counts += result.counts
+        counts[f"scene_{draw(seed).kind}"] += 1
+        if result.error is not None:
+            failed += 1
+            error = f"{type(result.error).__name__}: {result.error}"
+            print(json.dumps({"seed": seed, "scene": draw(seed).kind, "error": error, "replay": command(seed)}))
+            if first_only:
+                break
+    spent_s = round(time.process_time() - began, 2)
+    print(json.dumps({"seeds": played, "failed": failed, "cpu_s": spent_s, "counts": dict(sorted(counts.items()))}))
+    return 1 if failed else 0
+
+
+def seeds_of(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seed", type=int, metavar="N", help="replay this one and show what breaks")
+    which.add_argument("--seeds", type=seeds_of, metavar="A-B", help="run all of these")
+    parser.add_argument("--verbose", action="store_true", help="with --seed: print the whole schedule")
+    parser.add_argument("--first", action="store_true", help="with --seeds: stop at the first that fails")
+    given = parser.parse_args()
+    return replay(given.seed, given.verbose) if given.seeds is None else run_all(given.seeds, given.first)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
