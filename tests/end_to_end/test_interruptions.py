@@ -25,7 +25,9 @@ async def begun(caller: Caller) -> str:
     """A reply that is being heard; its id."""
     await caller.send("input.text.append", text=STORY)
     await caller.wait("response.created")
-    delta = await caller.wait("response.output_audio.delta")
+    for _ in range(2):
+        delta = await caller.wait("response.output_audio_transcript.delta")
+    await caller.wait("response.output_audio.delta")
     return str(delta["response_id"])
 
 

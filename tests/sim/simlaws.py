@@ -19,6 +19,7 @@ from omni_live.sessions.events import (
     AudioDone,
     AudioTranscriptDelta,
     AudioTranscriptDone,
+    ContextDropped,
     ErrorTold,
     Event,
     InputAcked,
@@ -39,7 +40,7 @@ from omni_live.sessions.events import (
     TurnSpoke,
 )
 from omni_live.sessions.inputs import Asked, ClientInput, EventAcked, Heartbeat, Input, StageLost
-from omni_live.sessions.items import ResponseStatus
+from omni_live.sessions.items import Response, ResponseStatus
 from omni_live.sessions.session import FROM_CLIENT, Session
 from omni_live.sessions.stamp import Fence, SessionKey, Stamp
 
@@ -91,6 +92,7 @@ class Ledger:
         self.spoken: Counter[tuple[str, str]] = Counter()
         self.uncut: set[str] = set()
         """Items of replies that were interrupted, of which it was not said how much was heard."""
+        self.deleted: set[str] = set()
         self.talking = 0
         """Responses in the conversation that run: one or none."""
         self.response_of: dict[str, str] = {}
@@ -127,18 +129,17 @@ class Ledger:
                 self._check_open(response.id, "ends")
                 self.ended.add(response.id)
                 self.talking -= response.in_conversation
-                item = response.item
-                if response.status is ResponseStatus.CANCELLED and response.in_conversation and item and item.spoken:
-                    self.uncut.add(item.id)
-                if response.status in CUT_RESPONSE:
-                    self.cut.add(response.id)
+                self._response_done(response)
             case ItemTruncated(item):
                 self.uncut.discard(item)
                 if not self.talking:
                     # While a later reply runs, a client that takes an earlier one back has to silence it itself.
                     self.cut.add(self.response_of.get(item, ""))
             case ItemDeleted(item):
-                self.uncut.discard(item)
+                self.deleted.add(item)
+            case ContextDropped(items):
+                self.deleted |= set(items)
+                self.uncut -= self.deleted
             case OutputItemAdded(response_id, item):
                 self._check_open(response_id, "opens an item")
                 self.response_of[item.id] = response_id
@@ -168,7 +169,7 @@ class Ledger:
         assert request in self.wanted, f"{self.name}: {request} ends, which nobody asked for (G5)"
         assert request not in self.ended, f"{self.name}: {request} ends twice (G4)"
         self.ended.add(request)
-        self.world.count(f"sim_turn_{done.status}")
+        self.world.count(f"sim_turn_{done.status}_{done.reason}")
         wanted = self.wanted[request]
         if done.status in CUT_TURN:
             self.cut.add(request)
@@ -206,6 +207,14 @@ class Ledger:
 
     def _admits(self, content: Stamp) -> bool:
         return self.fences[content.slot].admits(content)
+
+    def _response_done(self, response: Response) -> None:
+        item, status = response.item, response.status
+        self.world.count(f"sim_response_{status.value}_{response.error_code}")
+        if status in CUT_RESPONSE:
+            self.cut.add(response.id)
+        if status is ResponseStatus.CANCELLED and response.in_conversation and item is not None and item.spoken:
+            self.uncut |= {item.id} - self.deleted
 
     # -- what is said to it ------------------------------------------------------------------------------------------
 

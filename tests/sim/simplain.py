@@ -121,7 +121,7 @@ class Asker(Client):
 
     def flood(self) -> None:
         """Ask for more than may wait."""
-        for _ in range(MAILBOX + 6):
+        for _ in range(self.world.plan.limits.mailbox_turns + 6):
             self.ask(units=1)
 
     def cancel(self) -> None:
