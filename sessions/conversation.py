@@ -6,7 +6,7 @@ OpenAI's Realtime API: whatever was opened is also closed, and a response's `Res
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from omni_live.sessions.continuity import Continuity, Message
 from omni_live.sessions.effects import Count, Credit, Feed, Hold, Restore, SnapshotReady, Submit, TakeSnapshot, Unhold
@@ -43,6 +43,17 @@ from omni_live.sessions.events import (
     TextDone,
     TranscriptionDone,
     TranscriptionFailed,
+)
+from omni_live.sessions.exchange import (
+    CONVERSATION_LANE,
+    SIDE_LANE,
+    TENTATIVE_LANES,
+    Awaited,
+    Exchange,
+    Shape,
+    concluded,
+    names,
+    read_chunk,
 )
 from omni_live.sessions.findings import read_finding
 from omni_live.sessions.floor import (
@@ -83,13 +94,12 @@ from omni_live.sessions.inputs import (
     StageSpoke,
     TextAppended,
 )
-from omni_live.sessions.items import Item, ItemStatus, Modality, Response, ResponseStatus, Role
+from omni_live.sessions.items import Item, ItemStatus, Response, ResponseStatus, Role
 from omni_live.sessions.journal import Replay
 from omni_live.sessions.lease import SECOND
 from omni_live.sessions.limits import Limits
-from omni_live.sessions.marks import Mark
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.reply import Chunk, Reply
+from omni_live.sessions.reply import Reply
 from omni_live.sessions.session import Session
 from omni_live.sessions.settings import Settings, TurnDetection
 from omni_live.sessions.stamp import LANES, Stamp
@@ -102,68 +112,6 @@ TRUNCATE_LENIENCY_MS = 260
 """A truncate past the end by no more than a chunk is taken as the end: clients race by a few milliseconds."""
 
 MS = SECOND // 1000
-
-CONVERSATION_LANE = 0
-TENTATIVE_LANES = (1, 2)
-SIDE_LANE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The stages and rates of a pipeline as a conversation needs them."""
-
-    ears: str = "ears"
-    """Empty where the pipeline hears nothing."""
-    thinker: str = "thinker"
-    voice: str = "code2wav"
-    input_rate_hz: int = 16000
-    output_rate_hz: int = 24000
-
-
-@dataclass(slots=True)
-class Exchange:
-    """A turn and what the client sees of it."""
-
-    lane: int
-    stamp: Stamp
-    response: Response
-    reply: Reply
-    options: RespondAsked
-    state: TurnState = TurnState.LISTENING
-    """LISTENING: the response was created, but transcripts are awaited before it can be thought about."""
-    tentative: bool = False
-    messages: tuple[Message, ...] = ()
-    """What it was given; of a tentative turn with the user's message, which is not an item yet."""
-    spoken: int = 0
-    """Chunks that its final stage has sent."""
-    since_ns: int = 0
-    """When something of it came or went out last."""
-    item: Item | None = None
-    text: str = ""
-    """Text turns: what was said so far; tentative text waits in `pending`."""
-    pending: list[str] = field(default_factory=list)
-    complete: bool = False
-    """Every final output is finished; what waits in the reply is all there will be."""
-    outcome: Outcome = Outcome.DONE
-    reason: str = ""
-    cut: bool = False
-    """The client stopped playing it; what it says of the position may still come."""
-
-    @property
-    def audio(self) -> bool:
-        return self.response.modality is Modality.AUDIO
-
-
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """A committed user item whose transcript is still to come."""
-
-    item_id: str
-    utterance: int
-    """0: committed by hand, as whichever utterance the ears make of it."""
-    respond: bool | None
-    """None leaves the settings to decide."""
-    until_ns: int
 
 
 class Conversation(Session):
@@ -1119,39 +1067,3 @@ class Conversation(Session):
     def _item_before(self, item_id: str) -> str | None:
         at = self._find(item_id)
         return self.items[at - 1].id if at else None
-
-
-def names(ack: PlaybackAcked, exchange: Exchange) -> bool:
-    """Whether the acknowledgement is about this exchange; one that names nothing is about the latest."""
-    if ack.response_id is not None:
-        return ack.response_id == exchange.response.id
-    if ack.item_id is not None:
-        return exchange.item is not None and ack.item_id == exchange.item.id
-    return exchange.audio and exchange.reply.started_ns is not None
-
-
-STATUSES = {
-    Cue.FINISHED: ResponseStatus.COMPLETED,
-    Cue.CUT: ResponseStatus.CANCELLED,
-    Cue.BROKE: ResponseStatus.FAILED,
-    Cue.CUT_SHORT: ResponseStatus.INCOMPLETE,
-}
-
-
-def concluded(response: Response, cue: Cue, reason: str, item: Item | None) -> Response:
-    """The response as its terminal event shows it."""
-    if cue is Cue.BROKE:
-        message = "The reply could not be completed."
-        return replace(response, status=STATUSES[cue], item=item, error_code=reason, error_message=message)
-    return replace(response, status=STATUSES[cue], item=item, reason="" if cue is Cue.FINISHED else reason)
-
-
-def read_chunk(payload: Payload) -> Chunk:
-    """A chunk of the voice stage.
-
-    body: int16 PCM. meta: `text`, the transcript that begins in it; `marks`, flat (sample, char, sample, char, ...).
-    """
-    flat = payload.meta.get("marks") or ()
-    pairs = flat if isinstance(flat, tuple) else ()
-    marks = tuple(Mark(pairs[i], pairs[i + 1]) for i in range(0, len(pairs) - 1, 2))
-    return Chunk(bytes(payload.body), str(payload.meta.get("text") or ""), marks)

@@ -25,9 +25,10 @@ from omni_live.runtime.slots import Slots
 from omni_live.server.metrics import Metrics
 from omni_live.sessions.admission import Admission, Admitted, Queued
 from omni_live.sessions.admission import Refused as NotAdmitted
-from omni_live.sessions.conversation import Conversation, Shape
+from omni_live.sessions.conversation import Conversation
 from omni_live.sessions.effects import Effect, Emit, RaiseFence, Release, Replace
 from omni_live.sessions.events import SessionClosed
+from omni_live.sessions.exchange import Shape
 from omni_live.sessions.inputs import Attached, CloseAsked, Detached, Input
 from omni_live.sessions.plain import PlainSession
 from omni_live.sessions.session import Session

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from omni_live.sessions.continuity import read_context
-from omni_live.sessions.conversation import Conversation, Shape
+from omni_live.sessions.conversation import Conversation
+from omni_live.sessions.exchange import Shape
 from omni_live.sessions.effects import (
     Abort,
     Count,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from session_driver import BRISK, BRISK_DETECTION, FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
 
-from omni_live.sessions.conversation import SIDE_LANE, Shape
+from omni_live.sessions.exchange import SIDE_LANE, Shape
 from omni_live.sessions.effects import (
     Abort,
     Credit,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from omni_live.runtime.ports import WorkerId
-from omni_live.sessions.conversation import SIDE_LANE
+from omni_live.sessions.exchange import SIDE_LANE
 from omni_live.sessions.effects import Emit, Hold, RaiseFence, Release, Submit, Unhold
 from omni_live.sessions.events import (
     AudioDelta,

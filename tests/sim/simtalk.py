@@ -22,7 +22,8 @@ from omni_live.protocols.desk import Mailbox
 from omni_live.runtime.orchestrator import UnavailableError
 from omni_live.server.desk import Seat
 from omni_live.sessions.continuity import Message, read_context
-from omni_live.sessions.conversation import SIDE_LANE, Conversation, Exchange, Shape
+from omni_live.sessions.conversation import Conversation
+from omni_live.sessions.exchange import SIDE_LANE, Exchange, Shape
 from omni_live.sessions.effects import SnapshotReady
 from omni_live.sessions.events import (
     AudioDelta,
