@@ -1,15 +1,15 @@
 """What a session wants done. Effects are values; the orchestrator performs them in order."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from omni_live.sessions.events import Event
 from omni_live.sessions.history import History
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import Fence, Stamp
+from omni_live.sessions.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Submit:
     """Start a turn: open it on every stage between `entry` and `outputs`, then hand `payload` to `entry`."""
 
@@ -21,7 +21,7 @@ class Submit:
     """Turn options for every stage of the turn: seed, voice, temperature, max_tokens, ..."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Feed:
     """Hand a session-addressed payload (client audio, a command about it, a context) to one stage's replica.
 
@@ -32,21 +32,21 @@ class Feed:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RaiseFence:
     """Write the row. Comes before the abort and before the terminal event, always."""
 
     fence: Fence
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Abort:
     """Tell every stage of the turn to stop; nobody waits for it."""
 
     stamp: Stamp
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Credit:
     """The client side took `units` chunks of this turn's output from `stage`: it may send as many more."""
 
@@ -55,7 +55,7 @@ class Credit:
     units: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Emit:
     """Send `event` to the client. Fenced content is never sent, also if it waits in an outbox."""
 
@@ -67,31 +67,31 @@ class Emit:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Hold:
     """Hand no content to the socket until `Unhold`, also none that waits in the connection's outbox."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Unhold:
     """Go on with the content that was held."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Replace:
     """Another attachment took over: tell the transport of `attachment` so and let it go."""
 
     attachment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Wake:
     """Call `handle(Woke(), now)` at `at_ns` (monotonic) or as soon after as possible; the latest Wake counts."""
 
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Count:
     """Add to a counter of /metrics (G12: whatever is dropped by policy is counted)."""
 
@@ -99,7 +99,7 @@ class Count:
     amount: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TakeSnapshot:
     """Ask a stage for what it keeps of the session; `StageSnapshotted` with the same ticket answers."""
 
@@ -107,7 +107,7 @@ class TakeSnapshot:
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Restore:
     """Give a stage back what a snapshot kept; it may be another replica's."""
 
@@ -115,7 +115,7 @@ class Restore:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SnapshotReady:
     """The answer to `SnapshotAsked`, for whoever asked."""
 
@@ -125,7 +125,7 @@ class SnapshotReady:
     """The thinker's state, None where it keeps none: the history alone is enough to go on, only slower."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Release:
     """The session is closed: free its slot, handles, tickets and subscriptions, exactly once. The last effect."""
 

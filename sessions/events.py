@@ -4,16 +4,15 @@ The order of events is the core's business (PROTOCOLS: R, I, X rules); a door on
 carry `response_id` of a fenced response are content unless they are terminals.
 """
 
-from dataclasses import dataclass
-
 from omni_live.sessions.items import Item, Response
 from omni_live.sessions.payload import Payload
 from omni_live.sessions.settings import Settings
+from omni_live.sessions.values import value
 
 # -- the session -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionCreated:
     """The first event of every attachment that is not a resume. Not journaled."""
 
@@ -25,13 +24,13 @@ class SessionCreated:
     """Seconds until the maximum age, from now."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionUpdated:
     settings: Settings
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionResumed:
     """The first event after a resume; replayed events follow. Not journaled."""
 
@@ -45,12 +44,12 @@ class SessionResumed:
     """The last input sequence number that was taken; the client sends everything after it again."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionReplaced:
     """Another connection resumed this session; nothing follows on this one. Not journaled."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ResyncRequired:
     """Output (first..last) fell out of the journal; the session goes on after it."""
 
@@ -62,40 +61,40 @@ class ResyncRequired:
     """The conversation as it stands, so that nothing but sound is lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionExpiring:
     """The maximum age is near."""
 
     seconds_left: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SessionClosed:
     """The last event."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class HeartbeatAcked:
     event_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class InputAcked:
     """Client input up to this sequence number was taken. Not journaled; the latest stands for all."""
 
     input_seq: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class InputMissing:
     """Input after `input_seq` was skipped: send it again from there. Not journaled."""
 
     input_seq: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ErrorTold:
     """Something the client asked was refused, or went wrong; the session stays open."""
 
@@ -109,30 +108,30 @@ class ErrorTold:
 # -- the user's side ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SpeechStarted:
     item_id: str
     audio_start_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SpeechStopped:
     item_id: str
     audio_end_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BufferCommitted:
     item_id: str
     previous_item_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BufferCleared:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TranscriptionDone:
     """conversation.item.input_audio_transcription.completed"""
 
@@ -141,14 +140,14 @@ class TranscriptionDone:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TranscriptionFailed:
     item_id: str
     code: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OverlapDecided:
     """The user spoke during a reply: `hold` (silent for the moment), `drop` (it was nothing, going on), `barge_in`."""
 
@@ -157,7 +156,7 @@ class OverlapDecided:
     response_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PlaybackAcknowledged:
     played_ms: float
     response_id: str | None
@@ -167,19 +166,19 @@ class PlaybackAcknowledged:
 # -- the conversation --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemAdded:
     item: Item
     previous_item_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemDone:
     item: Item
     previous_item_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemTruncated:
     item_id: str
     content_index: int
@@ -188,17 +187,17 @@ class ItemTruncated:
     """The item's transcript as it stands now."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemDeleted:
     item_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemRetrieved:
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ContextDropped:
     """The oldest items no longer fit the model's context; they are gone from the conversation."""
 
@@ -208,31 +207,31 @@ class ContextDropped:
 # -- responses ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ResponseCreated:
     response: Response
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OutputItemAdded:
     response_id: str
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PartAdded:
     response_id: str
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TextDelta:
     response_id: str
     item_id: str
     delta: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioDelta:
     """A piece of the reply: int16 little endian mono at the pipeline's output rate."""
 
@@ -245,46 +244,46 @@ class AudioDelta:
     """(sample, characters): so much of the transcript has been spoken at that sample of the reply."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioTranscriptDelta:
     response_id: str
     item_id: str
     delta: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioDone:
     response_id: str
     item_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioTranscriptDone:
     response_id: str
     item_id: str
     transcript: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TextDone:
     response_id: str
     item_id: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PartDone:
     response_id: str
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OutputItemDone:
     response_id: str
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ResponseDone:
     """The turn's one terminal event; nothing with its response_id follows."""
 
@@ -294,7 +293,7 @@ class ResponseDone:
 # -- plain turns -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnSpoke:
     """One chunk of a plain turn's output."""
 
@@ -304,7 +303,7 @@ class TurnSpoke:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TurnDone:
     """A plain turn's one terminal event."""
 

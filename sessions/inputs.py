@@ -1,7 +1,7 @@
 """What a session is told: by its client (through a door), by stages, by pools, by the clock."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from omni_live.sessions.history import History
@@ -9,6 +9,7 @@ from omni_live.sessions.items import Item, Modality
 from omni_live.sessions.payload import NO_META, Payload, Scalar
 from omni_live.sessions.settings import Settings
 from omni_live.sessions.stamp import Stamp
+from omni_live.sessions.values import value
 
 
 class Outcome(StrEnum):
@@ -22,7 +23,7 @@ class Outcome(StrEnum):
 # -- from stages and pools ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageSpoke:
     """A stage of the final-output set produced one chunk."""
 
@@ -31,7 +32,7 @@ class StageSpoke:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageEnded:
     """A stage of the final-output set finished (or failed) its part of the turn; nothing follows from it."""
 
@@ -42,7 +43,7 @@ class StageEnded:
     """A stable code where the outcome is not DONE: max_output_tokens, repetition, stage_error, replica_lost, ..."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageFound:
     """Something about the client's input (ears) or the session's state, without an epoch."""
 
@@ -50,14 +51,14 @@ class StageFound:
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageLost:
     """The replica that held this stage's state is gone; a later Submit or Feed reaches another one, with none."""
 
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StageSnapshotted:
     """What a stage keeps of the session, or None where it keeps nothing or is gone."""
 
@@ -69,7 +70,7 @@ class StageSnapshotted:
 # -- from the client ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Attached:
     """A transport takes the session. `seen` is the last output sequence number it has; None starts anew.
 
@@ -82,14 +83,14 @@ class Attached:
     sent: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Detached:
     """The transport is gone. Not a close."""
 
     attachment: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sequenced:
     """A client input with its sequence number, from 1."""
 
@@ -97,25 +98,25 @@ class Sequenced:
     input: "ClientInput"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EventAcked:
     """The client has everything up to this output sequence number."""
 
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Heartbeat:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CloseAsked:
     reason: str = "close_requested"
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Asked:
     """A plain turn: one payload in, the outputs of the named stages back (one-shot calls, robots, rollouts)."""
 
@@ -126,7 +127,7 @@ class Asked:
     request_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CancelAsked:
     response_id: str | None = None
     event_id: str | None = None
@@ -135,14 +136,14 @@ class CancelAsked:
 # -- from the client of a conversation ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioAppended:
     """Microphone audio: int16 little endian mono at the pipeline's input rate. Has no reply."""
 
     pcm: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioCommitted:
     """End the user's turn by hand. `respond` None leaves the settings to decide whether an answer follows."""
 
@@ -150,12 +151,12 @@ class AudioCommitted:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AudioCleared:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SettingsAsked:
     """The whole of the settings that shall hold from now on; the door merged what the client sent into them."""
 
@@ -163,7 +164,7 @@ class SettingsAsked:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemCreateAsked:
     item: Item
     after: str | None = None
@@ -171,19 +172,19 @@ class ItemCreateAsked:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemDeleteAsked:
     item_id: str
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemRetrieveAsked:
     item_id: str
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ItemTruncateAsked:
     """The client played only so much of the item."""
 
@@ -193,7 +194,7 @@ class ItemTruncateAsked:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RespondAsked:
     """Ask for a response now; every None leaves the session's setting."""
 
@@ -207,7 +208,7 @@ class RespondAsked:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TextAppended:
     """The user types instead of speaking: one whole user turn."""
 
@@ -216,14 +217,14 @@ class TextAppended:
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BargeInAsked:
     """The client itself found that the user interrupts."""
 
     event_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PlaybackAcked:
     """So much of the response's audio has been played, in milliseconds from its first sample."""
 
@@ -254,14 +255,14 @@ ClientInput = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SnapshotAsked:
     """Answered by the effect `SnapshotReady` with this ticket, or by an error event where the moment is wrong."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RestoreAsked:
     """Go back to (or on from) a snapshot: the fence moves, what runs is cut, the history is the snapshot's."""
 
@@ -272,12 +273,12 @@ class RestoreAsked:
 # -- from the clock ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Woke:
     """A Wake came due."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainAsked:
     """The server is going away: let the turn in flight finish until `deadline_ns`, take no new ones."""
 

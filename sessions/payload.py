@@ -1,9 +1,11 @@
 """Payloads: typed named arrays with a few scalars, in the form in which they travel."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import NamedTuple
+
+from omni_live.sessions.values import value
 
 Scalar = int | float | str | bool | tuple[int, ...] | None
 
@@ -19,7 +21,7 @@ class ArraySpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Payload:
     """What one stage hands another: `kind` says how to read it.
 

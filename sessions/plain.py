@@ -36,6 +36,7 @@ class PlainSession(Session):
 
     def __init__(self, session_id: str, slot: int, generation: int, limits: Limits, ids: Ids, now: int) -> None:
         super().__init__(session_id, slot, generation, limits, ids, now)
+        self._patience_ns = round(limits.turn_deadline_s * SECOND)
         self._turns = 0
         self._turn: PlainTurn | None = None
         self._waiting: deque[Asked] = deque()
@@ -149,18 +150,18 @@ class PlainSession(Session):
         self._turn = None
         self._emit(TurnDone(turn.asked.request_id, turn.stamp.turn, turn.state.value, reason))
 
-    def _deadline_ns(self, turn: PlainTurn) -> int:
-        return turn.since_ns + round(self.limits.turn_deadline_s * SECOND)
-
     def _next_ns(self) -> int | None:
-        return None if self._turn is None else self._deadline_ns(self._turn)
+        return None if self._turn is None else self._turn.since_ns + self._patience_ns
 
     def _settle(self) -> None:
-        if self._turn is not None and self._now >= self._deadline_ns(self._turn):
-            self._broke(self._turn, "timeout")
-        if self._turn is None and self._waiting:
+        turn = self._turn
+        if turn is not None:
+            if self._now < turn.since_ns + self._patience_ns:
+                return
+            self._broke(turn, "timeout")
+        if self._waiting:
             self._begin(self._waiting.popleft())
-        elif self._turn is None and self.state is SessionState.DRAINING:
+        elif self.state is SessionState.DRAINING:
             self._close("drained")
 
     def _end_turns(self, reason: str) -> None:

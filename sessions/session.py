@@ -58,6 +58,7 @@ class Session:
         self.generation = generation
         self.limits = limits
         self.state = SessionState.OPENING
+        self.closed = False
         self.attachment = 0
         self.token = ""
         self._old_token = ""
@@ -76,6 +77,8 @@ class Session:
         self._inputs = InputJournal()
         self._effects: list[Effect] = []
         self._wake_ns: int | None = None
+        self._is_moved = True
+        """The lease or the drain may have an earlier deadline than when the wake was set."""
         self._drain_ns: int | None = None
         self._opened = False
         self._rules: dict[type, Rule] = {
@@ -118,10 +121,6 @@ class Session:
         else:  # a client may well ask a session for what only the other kind can do
             self._effects.append(Count("unsupported_input"))
             self._emit(ErrorTold("unsupported_input", "This model does not take such an input."))
-
-    @property
-    def closed(self) -> bool:
-        return self.state is SessionState.CLOSED
 
     def resumable(self, token: str) -> str | None:
         """None where a resume with the token would succeed, else the code of the refusal."""
@@ -166,6 +165,7 @@ class Session:
             self._tell(SessionReplaced())
             self._effects.append(Replace(self.attachment))
         self.attachment = input.attachment
+        self._is_moved = True
         self._old_token, self.token = input.token or self.token, self._ids("token")
         self.state = move(self.state, Move.ATTACHED)
         self._lease.attach(self._now)
@@ -191,6 +191,7 @@ class Session:
         else:
             self.state = move(self.state, Move.DETACHED)
             self._lease.detach(self._now)
+            self._is_moved = True
 
     # -- client housekeeping -------------------------------------------------------------------------------------
 
@@ -242,16 +243,24 @@ class Session:
         if self.state is SessionState.OPEN and self.busy:
             self.state = move(self.state, Move.DRAINED)
             self._drain_ns = input.deadline_ns
+            self._is_moved = True
         elif self.state is not SessionState.DRAINING:
             self._close("drained")
 
     def _schedule(self) -> None:
+        soon, wake_ns = self._next_ns(), self._wake_ns
+        # Idleness that begins now is the one deadline of the lease that can be new where nothing moved it.
+        idle_ns = self._now + self._lease.idle_ns
+        new_ns = idle_ns if soon is None else min(soon, idle_ns)
+        if wake_ns is not None and not self._is_moved and wake_ns - WAKE_SLACK_NS <= new_ns:
+            return
+        self._is_moved = False
         at = self._lease.next_ns(self.busy)
-        for soon in (self._drain_ns, self._next_ns()):
-            if soon is not None:
-                at = min(at, soon)
+        for other in (self._drain_ns, soon):
+            if other is not None:
+                at = min(at, other)
         # a timer that fires early finds nothing to do and is set anew; one that is late is worth a new one
-        if self._wake_ns is None or at < self._wake_ns - WAKE_SLACK_NS:
+        if wake_ns is None or at < wake_ns - WAKE_SLACK_NS:
             self._wake_ns = at
             self._effects.append(Wake(at))
 
@@ -298,4 +307,5 @@ class Session:
         self._end_turns(reason)
         self._tell(SessionClosed(reason))
         self.state = move(self.state, Move.CLOSED)
+        self.closed = True
         self._effects.append(Release(reason))

@@ -14,6 +14,8 @@ class TurnState(StrEnum):
     FAILED = "failed"
     INCOMPLETE = "incomplete"
 
+    __hash__ = str.__hash__  # the hash of an Enum is a call in Python, and each move looks up the table
+
     @property
     def over(self) -> bool:
         return self in _OVER
@@ -32,6 +34,8 @@ class Cue(StrEnum):
     BROKE = "broke"
     CUT_SHORT = "cut_short"
     """A limit was reached."""
+
+    __hash__ = str.__hash__
 
 
 _OVER = frozenset({TurnState.DONE, TurnState.INTERRUPTED, TurnState.FAILED, TurnState.INCOMPLETE})

@@ -27,13 +27,17 @@ class Step:
     edges: tuple[EdgeSpec, ...]
     """Out-edges to active stages."""
     final: bool
-    rides: bool = False
+    rides: bool
     """Its one producer hands on chunks and opens it, too."""
+    entry: bool
+    """It gets the client's input."""
+    keeps: bool
+    """Some of its output waits until it has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """How a turn with this entry and these outputs runs."""
+    """How a turn with this entry and these outputs runs. There is one for each pair of them."""
 
     entry: str
     steps: Mapping[str, Step]
@@ -70,6 +74,8 @@ class Dag:
                 tuple(edge for edge in edges if edge.producer == stage),
                 stage in outputs,
                 [edge.handover for edge in edges if edge.consumer == stage] == [Handover.CHUNK],
+                stage == entry,
+                any(edge.handover is Handover.WHOLE for edge in edges if edge.producer == stage),
             )
             for stage in self._order
             if stage in active

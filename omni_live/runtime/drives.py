@@ -124,7 +124,7 @@ class InlineDrive:
 
     def _run(self) -> None:
         runner = self._runner
-        if runner.step():
+        if runner.step() and runner.step():
             until_ns = time.monotonic_ns() + _SLICE_NS
             while runner.step():
                 if time.monotonic_ns() > until_ns:
@@ -137,7 +137,7 @@ class InlineDrive:
         self._flush()
         if at_ns is not None and (self._alarm is None or at_ns < self._alarm_ns):
             self._arm(at_ns)
-        if runner.is_drained:
+        if runner.is_draining and runner.is_drained:
             self._shell.drained()
 
     def _flush(self) -> None:
@@ -254,8 +254,9 @@ class ThreadedDrive:
                 case None:
                     pass
             if self._inbox.empty():
-                return
+                break
             item = self._inbox.get()
+        self._flush()  # what opens a receiver does not wait for the step of its producer
 
     def _flush(self) -> None:
         said = self._outbox.take()

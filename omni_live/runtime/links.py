@@ -5,6 +5,7 @@ below it, so whoever reaches it is wedged: the link is aborted, as it is after a
 """
 
 import asyncio
+import struct
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -15,6 +16,7 @@ from omni_live.runtime.wire import LENGTH_BYTES, MAX_FRAME, Message, frame
 M_co = TypeVar("M_co", covariant=True)
 R = TypeVar("R")
 
+_LENGTH = struct.Struct("<I")
 _BAD = (msgspec.DecodeError, ValueError, RecursionError)
 """What the decoder raises for bytes that are no message."""
 
@@ -26,6 +28,7 @@ class Decoder(Protocol[M_co]):
 class Link(asyncio.Protocol, Generic[R]):
     """Messages of one direction's union come in; `receive` gets all of those that arrived together.
 
+    `receive` may be set anew: who hears what follows may depend on what came first.
     `lost` is called exactly once, with a stable reason: closed, bad_frame, overflow, or what the system called it.
     """
 
@@ -39,7 +42,7 @@ class Link(asyncio.Protocol, Generic[R]):
         max_backlog: int = 2 * MAX_FRAME,
     ) -> None:
         self._decode = decoder.decode
-        self._receive = receive
+        self.receive = receive
         self._lost = lost
         self._max_frame = max_frame
         self._max_backlog = max_backlog
@@ -116,13 +119,14 @@ class Link(asyncio.Protocol, Generic[R]):
         self.fail("overflow")
 
     def data_received(self, data: bytes) -> None:
-        if not self._tail and len(data) == LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little"):
+        size = len(data)
+        if not self._tail and size > LENGTH_BYTES and size == LENGTH_BYTES + _LENGTH.unpack_from(data)[0]:
             try:
                 message = self._decode(memoryview(data)[LENGTH_BYTES:])
             except _BAD:
                 self.fail("bad_frame")
             else:
-                self._receive([message], len(data))
+                self.receive([message], size)
             return
         if self._tail:
             self._tail += data
@@ -134,7 +138,7 @@ class Link(asyncio.Protocol, Generic[R]):
         if taken < len(data):
             self._tail = bytearray(memoryview(data)[taken:])
         if messages:
-            self._receive(messages, taken)
+            self.receive(messages, taken)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._over:
@@ -154,7 +158,7 @@ class Link(asyncio.Protocol, Generic[R]):
         self._need = LENGTH_BYTES
         while end - start >= LENGTH_BYTES:
             body = start + LENGTH_BYTES
-            size = int.from_bytes(view[start:body], "little")
+            (size,) = _LENGTH.unpack_from(data, start)
             if size > self._max_frame:
                 self.fail("bad_frame")
                 return end

@@ -458,9 +458,9 @@ class Orchestrator:
         turn.over = True
         turn.bound.turns.pop(turn.key, None)
         turn.pending &= turn.parts.keys()
-        for stage in turn.pending:
-            part = turn.parts[stage]
-            part.replica.port.abort(stage, part.stamp)
+        for stage, part in turn.parts.items():  # in the order of opening, so that a run can be repeated
+            if stage in turn.pending:
+                part.replica.port.abort(stage, part.stamp)
         if turn.pending:
             at_ns = self._clock.now() + self._limits.abort_deadline_ms * NS_PER_MS
             turn.deadline = self._clock.call_at(at_ns, partial(self._run, partial(self._abort_lapsed, turn)))
@@ -468,7 +468,7 @@ class Orchestrator:
             self._forget(turn)
 
     def _abort_lapsed(self, turn: _Turn) -> None:
-        for replica in {turn.parts[stage].replica for stage in turn.pending}:
+        for replica in dict.fromkeys(part.replica for stage, part in turn.parts.items() if stage in turn.pending):
             self._counters.count("workers_wedged")
             replica.port.kill()
             self._lost(replica.worker, "wedged")
@@ -661,9 +661,9 @@ class Orchestrator:
     def _ready(self, worker: WorkerId) -> None:
         if self.pools.ready(worker) is None:
             return
-        for key in tuple(self._vacancies):
+        for key in sorted(self._vacancies):
             bound = self._bound[key]
-            for stage in tuple(bound.vacant):
+            for stage in sorted(bound.vacant):
                 self._seat(bound, stage)
             if not bound.vacant:
                 self._vacancies.discard(key)

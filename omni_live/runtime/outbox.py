@@ -11,7 +11,7 @@ from pathlib import Path
 from omni_live.connectors.contract import ConnectorError, Key, Stats, Ticket
 from omni_live.connectors.shm import Arena, Reader, segment_path
 from omni_live.runtime.layout import feeder_name, producer_name
-from omni_live.runtime.ports import CLIENT
+from omni_live.runtime.ports import CLIENT, WorkerId
 from omni_live.runtime.wire import (
     INLINE_BYTES,
     SERVER,
@@ -40,7 +40,7 @@ Edge = tuple[str, str]
 class Outbox:
     """Messages on their way out, arenas of our own, readers of others'."""
 
-    def __init__(self, directory: Path, worker: int, arena_bytes: int) -> None:
+    def __init__(self, directory: Path, worker: WorkerId, arena_bytes: int) -> None:
         self.batch = 0
         """Counts `take`: what was said in an earlier batch is gone and cannot be added to."""
         self.counts: Counter[str] = Counter()
@@ -74,13 +74,8 @@ class Outbox:
 
     # -- bytes going out
 
-    def body(self, stage: str, receiver: str, stamp: Stamp, worker: int, payload: Payload) -> Body:
-        """The payload in the form in which it travels from `stage` to the receiver in `worker`.
-
-        Raises ArenaFull and ArenaUnavailable.
-        """
-        if payload.nbytes <= INLINE_BYTES:
-            return inline(payload)
+    def put(self, stage: str, receiver: str, stamp: Stamp, worker: int, payload: Payload) -> Ticket:
+        """A ticket for what `stage` sends to the receiver in `worker`. Raises ArenaFull and ArenaUnavailable."""
         holder = SERVER if receiver == CLIENT else worker
         return self._arena((stage, receiver)).put(Key(stamp.session, stamp.epoch, holder), payload)
 

@@ -44,7 +44,10 @@ class Route(NamedTuple):
 
 
 class WorkerPort(Protocol):
-    """One worker process as the orchestrator sees it. Calls never block and never raise for a dead worker."""
+    """One worker process as the orchestrator sees it. Calls never block and never raise for a dead worker.
+
+    A stamp names the turn; only that of `open_turn` goes into what the stage makes and must have its index.
+    """
 
     def open_session(self, stage: str, session: SessionKey, params: Mapping[str, Scalar]) -> None: ...
     def close_session(self, stage: str, session: SessionKey) -> None: ...
@@ -63,11 +66,11 @@ class WorkerPort(Protocol):
         routes say is to be opened (Route.opens), with the same `params`.
         """
 
-    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+    def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
         """The stage's producer opens its side of the turn; its end is reported and it is aborted like any other.
 
-        Returns how many calls were made here before: the stage opens behind those, although its opening comes
-        another way.
+        `client_credits` are those of its route to CLIENT, 0 where it has none. Returns how many calls were made here
+        before: the stage opens behind those, although its opening comes another way.
         """
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:

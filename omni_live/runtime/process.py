@@ -233,8 +233,12 @@ class Process:
     ) -> None:
         if self._is_gone:
             return
-        self.expect_turn(stage, stamp, routes)
-        body = None if payload is None else self._turn_body(stage, stamp, payload)
+        client_credits = 0
+        for route in routes:
+            if route.receiver == CLIENT:
+                client_credits = route.credits
+        self.expect_turn(stage, stamp, client_credits)
+        body = None if payload is None else self._body(stage, stamp.session, stamp.epoch, payload)
         # What found no room in shared memory is no message for the control lane.
         is_small = not isinstance(body, Inline) or len(body.body) <= INLINE_BYTES
         first = Chunk(CLIENT, stage, stamp, body, False, True) if body is not None and is_small else None
@@ -243,11 +247,12 @@ class Process:
         elif body is not None and first is None:
             self._feed(stage, stamp, body, True)
 
-    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+    def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
         if not self._is_gone:
-            self._hold(1)
-            window = next((route.credits for route in routes if route.receiver == CLIENT), 0)
-            self._turns[stage, stamp[:4]] = _Turn(max(1, window // 4))
+            self._held += 1
+            if self._watch is None:
+                self._arm()
+            self._turns[stage, stamp[:4]] = _Turn(client_credits // 4 or 1)
         return self._order
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
@@ -255,10 +260,10 @@ class Process:
 
     def feed_turn(self, stage: str, stamp: Stamp, payload: Payload, last: bool) -> None:
         """Client input that comes after the turn was opened."""
-        self._feed(stage, stamp, self._turn_body(stage, stamp, payload), last)
+        self._feed(stage, stamp, self._body(stage, stamp.session, stamp.epoch, payload), last)
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
-        body = self._body(stage, Key(session, 0, self.worker), payload)
+        body = self._body(stage, session, 0, payload)
         self._call(self._media, FeedSession(self._order, stage, session, body))
 
     def abort(self, stage: str, stamp: Stamp) -> None:
@@ -282,7 +287,7 @@ class Process:
         self._call(self._control, Snapshot(self._order, stage, session, ticket))
 
     def restore(self, stage: str, session: SessionKey, payload: Payload) -> None:
-        body = self._body(stage, Key(session, 0, self.worker), payload)
+        body = self._body(stage, session, 0, payload)
         self._call(self._control, Restore(self._order, stage, session, body))
 
     def drain(self) -> None:
@@ -381,10 +386,7 @@ class Process:
     def _fail_soon(self, stage: str, stamp: Stamp) -> None:
         asyncio.get_running_loop().call_soon(self._ended, stage, stamp, Outcome.FAILED, "payload_refused", ())
 
-    def _turn_body(self, stage: str, stamp: Stamp, payload: Payload) -> Body:
-        return self._body(stage, Key(stamp.session, stamp.epoch, self.worker), payload)
-
-    def _body(self, stage: str, key: Key, payload: Payload) -> Body:
+    def _body(self, stage: str, session: SessionKey, epoch: int, payload: Payload) -> Body:
         if payload.nbytes <= INLINE_BYTES or self._is_gone:
             return inline(payload)
         segment = self._segments[stage]
@@ -393,7 +395,7 @@ class Process:
             if arena is None:
                 path = segment_path(self._directory, feeder_name(self.worker), segment)
                 arena = self._arenas[segment] = Arena(path, segment, self._settings.arena_bytes)
-            return arena.put(key, payload)
+            return arena.put(Key(session, epoch, self.worker), payload)
         except ConnectorError:
             # The server cannot wait for room. Its lanes' backlog bounds what goes this way.
             self._counters.count("arena_fallbacks")
@@ -406,13 +408,12 @@ class Process:
         if happenings is None:
             raise RuntimeError("a worker speaks before it lives")
         for message in messages:
-            match message:
-                case Spoke():
-                    self._spoke(message, happenings)
-                case Ended(stage, stamp, outcome, reason, through):
-                    self._ended(stage, stamp, outcome, reason, through)
-                case _:
-                    self._heard_rarely(message, happenings)
+            if isinstance(message, Spoke):
+                self._spoke(message, happenings)
+            elif isinstance(message, Ended):
+                self._ended(message.stage, message.stamp, message.outcome, message.reason, message.through)
+            else:
+                self._heard_rarely(message, happenings)
         if self._freed:
             freed_now, self._freed = self._freed, []
             self._control.send(Free(freed_now))
@@ -432,14 +433,14 @@ class Process:
     def _ended(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str, through: tuple[End, ...]) -> None:
         """A stage's part is over, and with it those whose ends came through it. Each is reported once."""
         for end in through:
-            sibling = self._siblings.get(WorkerId(end.worker))
+            sibling = self._siblings.get(end.worker)
             if sibling is not None:
                 sibling.ended_once(stamp, end.stage, end.outcome, end.reason)
         self.ended_once(stamp, stage, outcome, reason)
 
     def ended_once(self, stamp: Stamp, stage: str, outcome: Outcome, reason: str) -> None:
         if self._turns.pop((stage, stamp[:4]), None) is not None and self._happenings is not None:
-            self._hold(-1)
+            self._held -= 1
             self._happenings.ended(self.worker, stage, stamp, outcome, reason)
 
     def _heard_rarely(

@@ -5,7 +5,8 @@ It does no I/O and owns no thread. A drive (see drives.py) calls it, on the even
 
 Every turn that is opened here has its end reported, also when it was aborted or was stale before it began: the
 orchestrator counts a worker that keeps one as wedged. A stage that hands chunks on lets a later stage report its end
-(wire.End) and keeps the report at hand, for the abort that follows where that stage does not come to it.
+(wire.End). Where that one does not come to it, an abort follows; it is answered with an end, whatever became of the
+turn here, and the server takes the first end that reaches it.
 """
 
 import time
@@ -17,7 +18,7 @@ from omni_live.connectors.contract import Ticket, TicketInvalid
 from omni_live.engines.contract import Engine, SessionError, TurnError
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.outbox import CONTROL, Outbox
-from omni_live.runtime.ports import CLIENT, Route
+from omni_live.runtime.ports import CLIENT
 from omni_live.runtime.turns import Handed, Item, Life, Output, StageTurn, TurnKey, discard
 from omni_live.runtime.wire import (
     SERVER,
@@ -45,7 +46,7 @@ from omni_live.runtime.wire import (
 )
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload
-from omni_live.sessions.stamp import SessionKey, Stamp
+from omni_live.sessions.stamp import LANES, SessionKey, Stamp, session_key
 
 NS_PER_S: Final = 1_000_000_000
 _NEVER: Final = 2**63
@@ -53,7 +54,7 @@ _UNDATED_NS: Final = 100_000_000
 """Work without a deadline counts as due so long after it became ready: it waits for urgent turns, never forever."""
 _REPORT_NS: Final = 250_000_000
 """Loads and counts are reported at most this often."""
-_OVER_CAP: Final = 4096
+_REMEMBERED: Final = 512
 """Turns that ended here and are remembered, so that their late chunks are not taken for early ones."""
 
 
@@ -71,6 +72,24 @@ class RunnerLimits:
     """Kept output that nobody asks to forward by then is dropped and counted."""
 
 
+class Memory:
+    """The latest turns that were added: `_REMEMBERED` of them at least, twice as many at most."""
+
+    __slots__ = ("_new", "_old")
+
+    def __init__(self) -> None:
+        self._new: set[TurnKey] = set()
+        self._old: set[TurnKey] = set()
+
+    def add(self, key: TurnKey) -> None:
+        if len(self._new) >= _REMEMBERED:
+            self._old, self._new = self._new, set()
+        self._new.add(key)
+
+    def __contains__(self, key: TurnKey) -> bool:
+        return key in self._new or key in self._old
+
+
 class Seat:
     """One stage in this worker: its engine, and what it has to do. It is the engine's Host."""
 
@@ -83,10 +102,10 @@ class Seat:
         self.turns: dict[TurnKey, StageTurn] = {}
         self.lingering: dict[TurnKey, StageTurn] = {}
         """Finished turns whose output is still on its way."""
-        self.over: dict[TurnKey, Ended | None] = {}
-        """The latest turns that ended, in that order; with the report that another stage was given to take along."""
-        self.broken: dict[TurnKey, None] = {}
-        """The latest turns of which early chunks were dropped."""
+        self.over = Memory()
+        """Turns that ended: a chunk that comes late is not taken for an early one."""
+        self.broken = Memory()
+        """Turns of which early chunks were dropped: they must not begin as if they were not."""
         self.ready_ns = 0
         """Since when the engine has something to do; 0: it has nothing."""
         self.alarm_ns = _NEVER
@@ -98,27 +117,6 @@ class Seat:
         """When the engine should have stepped. Never before it became ready, so that nobody starves the others."""
         dated = [turn.stamp.deadline_ns for turn in self.turns.values() if turn.stamp.deadline_ns]
         return max(min(dated), self.ready_ns) if dated else self.ready_ns + _UNDATED_NS
-
-    def remember(self, key: TurnKey, report: Ended | None = None) -> None:
-        """The turn is over; a chunk that comes late is not taken for an early one."""
-        self.over[key] = report
-        if len(self.over) > _OVER_CAP:
-            oldest = next(iter(self.over))
-            self.report(oldest)
-            del self.over[oldest]
-
-    def breaks(self, key: TurnKey) -> None:
-        """A part of the turn's input is gone: it must not begin as if it were not."""
-        self.broken[key] = None
-        if len(self.broken) > _OVER_CAP:
-            del self.broken[next(iter(self.broken))]
-
-    def report(self, key: TurnKey) -> None:
-        """Make a report that was handed on ourselves. The server expects it once and takes it once."""
-        report = self.over[key]
-        if report is not None:
-            self.over[key] = None
-            self._outbox.say(CONTROL, report)
 
     # -- engines.contract.Host
 
@@ -167,6 +165,7 @@ class Runner:
         self._limits = limits or RunnerLimits()
         self._now = now
         self._seats = {stage: Seat(stage, engine, outbox, wake) for stage, engine in engines.items()}
+        self._seat_list = tuple(self._seats.values())
         self._early: dict[tuple[str, TurnKey], _Early] = {}
         self._early_bytes = 0
         self._next = 0
@@ -176,7 +175,8 @@ class Runner:
         """Openings by producers that arrived ahead of calls that go before them."""
         self._moves = -1
         self._look_again = False
-        self._draining = False
+        self.is_draining = False
+        """The worker was told to drain."""
         self._changed = True
         self._reported_ns = 0
         self._perform: dict[type[object], Callable[..., None]] = {
@@ -234,7 +234,7 @@ class Runner:
                     self._fail(seat, turn, "peer_lost")
         for source, opening in self._ahead:
             if source == worker:
-                self._never_opened(self._seats[opening.stage], opening.stamp, Outcome.FAILED, "peer_lost")
+                self._end_unopened(self._seats[opening.stage], opening.stamp, Outcome.FAILED, "peer_lost")
         self._outbox.close_reader(worker)
 
     def step(self) -> bool:
@@ -268,7 +268,7 @@ class Runner:
                 at = self._reported_ns + _REPORT_NS
         if self._early:
             at = min(at, self._expire_early())
-        for seat in self._seats.values():
+        for seat in self._seat_list:
             if seat.lingering:
                 at = min(at, self._expire_kept(seat))
             at = min(at, seat.alarm_ns)
@@ -277,7 +277,7 @@ class Runner:
     @property
     def is_drained(self) -> bool:
         """True where the worker was told to drain and holds nothing for anybody any more."""
-        if not self._draining or self._outbox.tickets:
+        if not self.is_draining or self._outbox.tickets:
             return False
         return not any(seat.sessions or seat.turns or seat.lingering for seat in self._seats.values())
 
@@ -350,7 +350,7 @@ class Runner:
             case Ping():
                 self._outbox.say(CONTROL, Pong(message.serial))
             case Drain():
-                self._draining = True
+                self.is_draining = True
             case _:
                 raise TypeError(f"{type(message).__name__} is not for a runner")
 
@@ -372,6 +372,9 @@ class Runner:
             self._keep_early(seat, key, stamp, item, source)
 
     def _arrive(self, seat: Seat, turn: StageTurn, item: Item, source: int) -> None:
+        if turn.life is not Life.RUNNING:
+            discard(item, source, self._outbox)
+            return
         if item.outcome is Outcome.FAILED:
             self._fail(seat, turn, item.reason)
             return
@@ -383,7 +386,7 @@ class Runner:
         nbytes = _nbytes(item)
         if self._early_bytes + nbytes > self._limits.early_bytes:
             self._counts["early_chunks_refused"] += 1
-            seat.breaks(key)
+            seat.broken.add(key)
             discard(item, source, self._outbox)
             return
         early = self._early.get((seat.stage, key))
@@ -422,27 +425,25 @@ class Runner:
             seat.engine.close(session)
 
     def _open_turn(self, message: OpenTurn, opener: int = SERVER) -> None:
-        seat, stamp = self._seats[message.stage], message.stamp
-        turn = StageTurn(seat.stage, stamp, message.params, message.inputs, opener, self, self._outbox)
-        early = self._early.pop((seat.stage, turn.key), None) if self._early else None
-        refusal = self._refusal(seat, turn)
+        stamp = message.stamp
+        seat, key = self._seats[message.stage], stamp[:4]
+        refusal = self._refusal(seat, stamp, key)
         if refusal is None:
-            self._begin(seat, turn, message)
-        elif turn.key not in seat.over:
-            self._never_opened(seat, stamp, *refusal)
-        if message.first is not None:
-            self._deliver(seat.stage, stamp, message.first, opener)
-        if early is not None:
-            self._early_bytes -= early.nbytes
-            for item, source in early.items:
-                self._deliver(seat.stage, stamp, item, source)
+            self._begin(seat, key, message, opener)
+        else:
+            if key not in seat.over:
+                self._end_unopened(seat, stamp, *refusal)
+            if message.first is not None:
+                self._counts["late_chunks"] += 1
+                discard(message.first, opener, self._outbox)
 
-    def _begin(self, seat: Seat, turn: StageTurn, message: OpenTurn) -> None:
+    def _begin(self, seat: Seat, key: TurnKey, message: OpenTurn, opener: int) -> None:
         """Open what hangs on the turn before its engine can have made anything, then tell the engine."""
-        routes, kept_cap = message.routes, self._limits.kept_bytes
-        outputs = tuple([Output(turn, route, self._is_here(route), kept_cap) for route in routes])
-        turn.send_to(outputs)
-        seat.turns[turn.key] = turn
+        turn = StageTurn(seat.stage, message.stamp, message.params, message.inputs, opener, self, self._outbox)
+        routes, here, kept_cap = message.routes, self._worker, self._limits.kept_bytes
+        outputs = [Output(turn, route, route.worker == here, kept_cap) for route in routes]
+        turn.send_to(tuple(outputs))
+        seat.turns[key] = turn
         self._changed = True
         for output, route in zip(outputs, routes, strict=True):
             if route.opens is not None:
@@ -451,28 +452,38 @@ class Runner:
             seat.engine.begin(turn)
         except TurnError as error:
             self._failed(error)
-        self._mark(seat)
+        if not seat.ready_ns:
+            seat.ready_ns = self._now()
+        if message.first is not None:
+            self._arrive(seat, turn, message.first, opener)
+        if self._early:
+            self._deliver_early(seat, key)
 
-    def _never_opened(self, seat: Seat, stamp: Stamp, outcome: Outcome, reason: str) -> None:
-        """Report the end of a turn that has not begun here, and see to it that it never does."""
+    def _deliver_early(self, seat: Seat, key: TurnKey) -> None:
+        early = self._early.pop((seat.stage, key), None)
+        if early is not None:
+            self._early_bytes -= early.nbytes
+            for item, source in early.items:
+                self._deliver(seat.stage, early.stamp, item, source)
+
+    def _end_unopened(self, seat: Seat, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+        """Report the end of a turn that is not open here, and see to it that it never is."""
         key = stamp[:4]
-        seat.remember(key)
+        seat.over.add(key)
         if (seat.stage, key) in self._early:
             self._drop_early((seat.stage, key))
         self._outbox.say(CONTROL, Ended(seat.stage, stamp, outcome, reason))
 
-    def _is_here(self, route: Route) -> bool:
-        return route.worker == self._worker and route.receiver in self._seats
-
-    def _refusal(self, seat: Seat, turn: StageTurn) -> tuple[Outcome, str] | None:
-        if not self._fences.admits(turn.stamp):
+    def _refusal(self, seat: Seat, stamp: Stamp, key: TurnKey) -> tuple[Outcome, str] | None:
+        if not self._fences.admits(stamp):
             return Outcome.INCOMPLETE, "stale"
-        if turn.key in seat.over:
+        if key in seat.over:
             return Outcome.INCOMPLETE, "over"
-        if turn.key in seat.broken:
+        if key in seat.broken:
             return Outcome.FAILED, "input_lost"
-        if turn.session not in seat.sessions:
-            return Outcome.FAILED, seat.refused.get(turn.session, "session_unknown")
+        session = session_key(stamp.slot // LANES, stamp.generation)
+        if session not in seat.sessions:
+            return Outcome.FAILED, seat.refused.get(session, "session_unknown")
         return None
 
     def _forward(self, message: Forward) -> None:
@@ -483,7 +494,7 @@ class Runner:
             return
         for output in turn.outputs:
             if output.receiver == message.route.receiver:
-                output.is_local = self._is_here(message.route)
+                output.is_local = message.route.worker == self._worker
                 output.forward(message.route)
 
     def _feed_session(self, message: FeedSession) -> None:
@@ -531,11 +542,10 @@ class Runner:
         turn = seat.turns.get(key) or seat.lingering.get(key)
         if turn is not None:
             self._drop(seat, turn, "aborted")
-        elif key in seat.over:
-            seat.report(key)
         else:
-            # Its opening waits for the other lane, or comes by a producer. Or never, where that one is dead.
-            self._never_opened(seat, message.stamp, Outcome.INCOMPLETE, "aborted")
+            # Over, and another stage was to report it; or not open yet, because the opening waits for the other lane,
+            # or is to come by a producer that may be dead.
+            self._end_unopened(seat, message.stamp, Outcome.INCOMPLETE, "aborted")
 
     def _credit(self, message: Credit) -> None:
         seat = self._seats.get(message.sender)
@@ -589,7 +599,7 @@ class Runner:
 
     def _retire(self, seat: Seat, turn: StageTurn) -> None:
         turn.life = Life.OVER
-        seat.remember(turn.key, turn.unreported())
+        seat.over.add(turn.key)
         self._changed = True
 
     def _drop_stale(self) -> None:
@@ -618,7 +628,7 @@ class Runner:
         now, at = self._now(), _NEVER
         for name, early in list(self._early.items()):
             if early.until_ns <= now:
-                self._seats[name[0]].breaks(name[1])
+                self._seats[name[0]].broken.add(name[1])
                 self._drop_early(name)
             else:
                 at = min(at, early.until_ns)
@@ -644,7 +654,7 @@ class Runner:
 
     def _most_urgent(self) -> Seat | None:
         first, others = None, False
-        for seat in self._seats.values():
+        for seat in self._seat_list:
             if seat.woken:
                 seat.woken = False
                 self._mark(seat)

@@ -3,16 +3,29 @@
 from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from omni_live.connectors.contract import ArenaFull, ArenaUnavailable, Ticket, TicketInvalid
 from omni_live.engines.contract import TurnError
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
 from omni_live.runtime.ports import CLIENT, Opening, Route
-from omni_live.runtime.wire import SERVER, Chunk, Credit, End, Ended, Inline, OpenTurn, Spoke, unwrapped
+from omni_live.runtime.wire import (
+    INLINE_BYTES,
+    SERVER,
+    Body,
+    Chunk,
+    Credit,
+    End,
+    Ended,
+    Inline,
+    OpenTurn,
+    Spoke,
+    inline,
+    unwrapped,
+)
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.stamp import SessionKey, Stamp
+from omni_live.sessions.stamp import LANES, SessionKey, Stamp, session_key
 
 TurnKey = tuple[int, int, int, int]
 """Row, generation, epoch, turn: a stamp without what differs between its chunks."""
@@ -26,6 +39,13 @@ class Life(StrEnum):
     FINISHED = "finished"
     """Its engine is done with it; outputs may still be on their way."""
     OVER = "over"
+
+
+# Class attributes of an enum cost a look-up through its metaclass; these are asked for several times in a turn.
+_RUNNING: Final = Life.RUNNING
+_FINISHED: Final = Life.FINISHED
+_OVER: Final = Life.OVER
+_DONE: Final = Outcome.DONE
 
 
 class Handed(NamedTuple):
@@ -73,7 +93,6 @@ class Output:
     __slots__ = (
         "_batch",
         "_credits",
-        "_ending",
         "_kept",
         "_kept_cap",
         "_opening",
@@ -102,7 +121,6 @@ class Output:
         """Chunks that may be emitted now."""
         self._kept = 0
         self._kept_cap = kept_cap
-        self._ending: tuple[Outcome, str] | None = None
         self.is_settled = False
         """True once the receiver was told that this was all."""
         self._opening: OpenTurn | None = None
@@ -149,7 +167,7 @@ class Output:
 
     def pump(self) -> None:
         """Send what waits, as far as credit and arena allow."""
-        if self.held or self._turn.life is Life.OVER:
+        if self.held or self._turn.life is _OVER:
             return
         while self._queue and self._credits > 0:
             stamp, payload = self._queue[0]
@@ -159,9 +177,12 @@ class Output:
             self._kept -= payload.nbytes
         self._end()
 
-    def finish(self, outcome: Outcome, reason: str) -> None:
-        self._ending = (outcome, reason)
-        self.pump()
+    def finish(self) -> None:
+        """The turn is finished: its end follows what waits."""
+        if self._queue or self.held:
+            self.pump()
+        else:
+            self._end()
 
     def drop(self) -> None:
         self._queue = ()
@@ -187,13 +208,17 @@ class Output:
             turn.floor.hand(self.receiver, stamp, Handed(turn.own(payload), False, self))
             return True
         outbox = turn.outbox
-        try:
-            body = outbox.body(turn.stage, self.receiver, stamp, self.worker, payload)
-        except ArenaFull:
-            outbox.counts["arena_waits"] += 1
-            return False
-        except ArenaUnavailable as error:
-            raise TurnError(turn, error.code) from error
+        body: Body
+        if payload.nbytes <= INLINE_BYTES:
+            body = inline(payload)
+        else:
+            try:
+                body = outbox.put(turn.stage, self.receiver, stamp, self.worker, payload)
+            except ArenaFull:
+                outbox.counts["arena_waits"] += 1
+                return False
+            except ArenaUnavailable as error:
+                raise TurnError(turn, error.code) from error
         self._credits -= 1
         if self.receiver == CLIENT:
             self._unsent = spoke = Spoke(turn.stage, stamp, body)
@@ -223,12 +248,12 @@ class Output:
 
     def _end(self) -> None:
         """Tell the receiver that this was all, in the last chunk where that has not left yet."""
-        if self._ending is None or self._queue or self.is_settled:
+        turn = self._turn
+        if turn.life is not _FINISHED or self._queue or self.is_settled:
             return
         self.is_settled = True
-        turn = self._turn
         turn.unsettled -= 1
-        outcome, reason = self._ending
+        outcome, reason = turn.final
         through = turn.handed_on() if turn.carrier is self else ()
         unsent = self._unsent if self._batch == turn.outbox.batch else None
         self._unsent = None
@@ -244,7 +269,7 @@ class Output:
             unsent.last, unsent.outcome, unsent.reason, unsent.through = True, outcome, reason, through
         else:
             self._hand_on(Chunk(turn.stage, self.receiver, turn.stamp, None, False, True, outcome, reason, through))
-        if turn.life is Life.FINISHED and not turn.unsettled:
+        if not turn.unsettled:
             turn.floor.settled(turn)
 
 
@@ -292,7 +317,7 @@ class StageTurn:
         self.stage = stage
         self.stamp = stamp
         self.key: TurnKey = stamp[:4]
-        self.session: SessionKey = stamp.session
+        self.session: SessionKey = session_key(stamp.slot // LANES, stamp.generation)
         self.params = params
         self.floor = floor
         self.outbox = outbox
@@ -302,13 +327,13 @@ class StageTurn:
         self.has_client = False
         self.carrier: Output | None = None
         """The output whose receiver takes the report of this turn's end along."""
-        self.final = (Outcome.DONE, "")
+        self.final = (_DONE, "")
         """How the engine finished it."""
         self.is_reported = False
         """True once the server was told of its end from here."""
         self.through: tuple[End, ...] = ()
         """Ends of earlier stages that go with ours."""
-        self.life = Life.RUNNING
+        self.life: Life = _RUNNING
         self.seq = 0
         self.since_ns = 0
         """When it finished; what nobody forwards for too long is dropped."""
@@ -323,7 +348,7 @@ class StageTurn:
         self._credit: Credit | None = None
         """What was given back last, in the outbox's batch `_batch`."""
         self._batch = -1
-        self._upstream = (Outcome.DONE, "")
+        self._upstream = (_DONE, "")
 
     # -- the engine's side
 
@@ -351,7 +376,7 @@ class StageTurn:
         return least
 
     def emit(self, payload: Payload) -> None:
-        if self.life is not Life.RUNNING:
+        if self.life is not _RUNNING:
             return
         outputs = self.outputs
         for output in outputs:
@@ -366,13 +391,14 @@ class StageTurn:
             output.emit(stamp, payload)
 
     def finish(self, outcome: Outcome = Outcome.DONE, reason: str = "") -> None:
-        if self.life is not Life.RUNNING:
+        if self.life is not _RUNNING:
             return
-        if outcome is Outcome.DONE and self._upstream[0] is Outcome.INCOMPLETE:
+        if outcome is _DONE and self._upstream[0] is Outcome.INCOMPLETE:
             outcome, reason = self._upstream
-        self.life = Life.FINISHED
+        self.life = _FINISHED
         self.final = (outcome, reason)
-        self._discard_input()
+        if self._borrowed is not None or self._inbox:
+            self._discard_input()
         if outcome is Outcome.FAILED:
             # Receivers are not told: they wait for the abort, so that none of them can call its part done.
             self.void()
@@ -385,7 +411,7 @@ class StageTurn:
             if self.carrier is None:
                 self.end(outcome, reason)
         for output in self.outputs:
-            output.finish(outcome, reason)
+            output.finish()
         if not self.outputs:
             self.floor.settled(self)
         elif self.unsettled:
@@ -420,15 +446,14 @@ class StageTurn:
             if item.body is not None:
                 self._inbox.append((item, source))
             if source != SERVER:
-                producer = (source, item.sender)
-                if item.last:
-                    self._owed.pop(producer, None)  # it needs no credit any more
-                elif producer not in self._owed:
-                    self._owed[producer] = 0
+                if not item.last:
+                    self._owed.setdefault((source, item.sender), 0)
+                elif self._owed:
+                    self._owed.pop((source, item.sender), None)  # it needs no credit any more
         if item.last:
             self._inputs -= 1
             self.through += item.through
-            if item.outcome is Outcome.INCOMPLETE and self._upstream[0] is Outcome.DONE:
+            if item.outcome is Outcome.INCOMPLETE and self._upstream[0] is _DONE:
                 self._upstream = (item.outcome, item.reason)
 
     def awaits(self, worker: int) -> bool:
@@ -460,13 +485,9 @@ class StageTurn:
         """Our own end and those that came through us."""
         return (*self.through, End(self.outbox.worker, self.stage, *self.final))
 
-    def unreported(self) -> Ended | None:
-        """The report to make where it turns out that the one that was handed on may not arrive."""
-        return None if self.is_reported else Ended(self.stage, self.stamp, *self.final, self.through)
-
     def void(self) -> None:
         """Nothing of the turn matters any more."""
-        self.life = Life.OVER
+        self.life = _OVER
         self._discard_input()
         for output in self.outputs:
             output.drop()
@@ -474,13 +495,8 @@ class StageTurn:
     # -- inside
 
     def _open(self, chunk: Chunk, source: int) -> Payload:
-        owed = self._owed.get((source, chunk.sender))
-        if owed is not None:
-            owed += 1
-            if chunk.owe:
-                self._give_back(source, chunk.sender, owed)
-                owed = 0
-            self._owed[source, chunk.sender] = owed
+        if self._owed:
+            self._owe(chunk, source)
         body = chunk.body
         if isinstance(body, Inline):
             return unwrapped(body)
@@ -492,6 +508,15 @@ class StageTurn:
             raise TurnError(self, "peer_lost") from error
         self._borrowed = (source, body)
         return payload
+
+    def _owe(self, chunk: Chunk, source: int) -> None:
+        owed = self._owed.get((source, chunk.sender))
+        if owed is not None:
+            owed += 1
+            if chunk.owe:
+                self._give_back(source, chunk.sender, owed)
+                owed = 0
+            self._owed[source, chunk.sender] = owed
 
     def _give_back(self, source: int, sender: str, units: int) -> None:
         credit = self._credit

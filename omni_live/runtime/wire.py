@@ -65,7 +65,7 @@ class End(NamedTuple):
     costs the server one report, not one for each stage.
     """
 
-    worker: int
+    worker: WorkerId
     stage: str
     outcome: Outcome
     reason: str

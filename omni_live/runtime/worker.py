@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import FENCES, socket_path
 from omni_live.runtime.links import Link
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
+from omni_live.runtime.ports import WorkerId
 from omni_live.runtime.runner import Runner, RunnerLimits
 from omni_live.runtime.wire import (
     FROM_PRODUCER,
@@ -52,6 +54,9 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _LINGER_S: Final = 1.0
 """After draining, what was said may take so long to leave."""
+
+_TO_RECEIVER: Final = (Chunk, OpenTurn)
+"""What goes along the edge; the rest of what workers say to each other goes back to the producer."""
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +91,7 @@ class Worker:
         """Said before there was anybody to hear it."""
         self._drive: Drive | None = None
         self._server: asyncio.Server | None = None
-        self._number = 0
+        self._number = WorkerId(0)
         self._directory = Path()
         self._group = asyncio.TaskGroup()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -108,7 +113,7 @@ class Worker:
         if self._exit.done():
             return self._exit.result()
         configure = self._configured.result()
-        self._number, self._directory = configure.worker, Path(configure.directory)
+        self._number, self._directory = WorkerId(configure.worker), Path(configure.directory)
         _set_title(configure.title)
         try:
             drive = self._make_drive(configure)
@@ -120,6 +125,8 @@ class Worker:
         self._server = await self._loop.create_unix_server(self._greet, path=str(path))
         self._drive = drive
         drive.start()
+        for link in self._lanes.values():
+            link.receive = partial(drive.receive, SERVER)
         before, self._before = self._before, []
         if before:
             drive.receive(SERVER, before, 0)
@@ -157,21 +164,18 @@ class Worker:
 
     def post(self, said: Sequence[tuple[int, Message]]) -> None:
         try:
-            self._post(said)
+            for target, message in said:
+                if target < 0:
+                    self._lanes[target].send(message)
+                elif isinstance(message, _TO_RECEIVER):
+                    (self._receivers.get(target) or self._connect(target)).send(message)
+                else:
+                    producer = self._producers.get(target)
+                    if producer is not None:
+                        producer.send(message)
         except WireError:
             log.exception("event=engine_crashed")  # an engine put something into a payload that cannot travel
             self.crashed()
-
-    def _post(self, said: Sequence[tuple[int, Message]]) -> None:
-        for target, message in said:
-            if target < 0:
-                self._lanes[target].send(message)
-            elif isinstance(message, Chunk | OpenTurn):
-                (self._receivers.get(target) or self._connect(target)).send(message)
-            else:
-                producer = self._producers.get(target)
-                if producer is not None:
-                    producer.send(message)
 
     def loaded(self) -> None:
         gc.collect()
@@ -197,9 +201,7 @@ class Worker:
     # -- the server
 
     def _heard(self, messages: list[FromServer], nbytes: int) -> None:
-        if self._drive is not None:
-            self._drive.receive(SERVER, messages, nbytes)
-            return
+        """Keep what is said before there is somebody to hear it."""
         for message in messages:
             if isinstance(message, Configure) and not self._configured.done():
                 self._configured.set_result(message)
@@ -220,15 +222,12 @@ class Worker:
     def _connect(self, worker: int) -> Link[FromReceiver]:
         """A link to a receiver, usable at once; what is said before it is up waits for it."""
 
-        def heard(messages: list[FromReceiver], nbytes: int) -> None:
-            self._its_drive.receive(worker, messages, nbytes)
-
         def lost(reason: str) -> None:
             log.info("event=receiver_lost worker=%d peer=%d reason=%s", self._number, worker, reason)
             self._receivers.pop(worker, None)
             self._its_drive.lost(worker, receiver=True)
 
-        link: Link[FromReceiver] = Link(FROM_RECEIVER, heard, lost)
+        link: Link[FromReceiver] = Link(FROM_RECEIVER, partial(self._its_drive.receive, worker), lost)
         self._receivers[worker] = link
         link.send(Hello(self._number))
         task = self._group.create_task(self._reach(worker, link))
@@ -247,15 +246,15 @@ class Worker:
         peer: list[int] = []
 
         def heard(messages: list[FromProducer], nbytes: int) -> None:
-            if not peer:
-                first = messages.pop(0)
-                if not isinstance(first, Hello) or first.worker <= SERVER:
-                    link.fail("bad_frame")
-                    return
-                peer.append(first.worker)
-                self._producers[first.worker] = link
+            first = messages.pop(0)
+            if not isinstance(first, Hello) or first.worker <= SERVER:
+                link.fail("bad_frame")
+                return
+            peer.append(first.worker)
+            self._producers[first.worker] = link
+            link.receive = partial(self._its_drive.receive, first.worker)
             if messages:
-                self._its_drive.receive(peer[0], messages, nbytes)
+                link.receive(messages, nbytes)
 
         def lost(reason: str) -> None:
             if peer and self._producers.get(peer[0]) is link:

@@ -12,7 +12,7 @@ from omni_live.runtime import drives
 from omni_live.runtime.drives import InlineDrive, ThreadedDrive
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.outbox import Outbox
-from omni_live.runtime.ports import CLIENT, Route
+from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.runner import Runner
 from omni_live.runtime.wire import (
     SERVER,
@@ -96,6 +96,19 @@ class Stuck(FakeEcho):
         super().begin(turn)
 
 
+class Slow(FakeEcho):
+    """Steps only once it may, where it has a turn."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.may = threading.Event()
+
+    def step(self) -> bool:
+        if self._turns:
+            self.may.wait(PATIENCE_S)
+        return super().step()
+
+
 @asynccontextmanager
 async def driving(
     path: Path, kind: type[InlineDrive | ThreadedDrive], engine: FakeEcho
@@ -103,7 +116,7 @@ async def driving(
     shell = Shell()
     fences = FenceTable.create(path / "fences", 1)
     fences.write(Fence(0, 1))
-    outbox = Outbox(path, 1, 1 << 20)
+    outbox = Outbox(path, WorkerId(1), 1 << 20)
     drive = kind(
         asyncio.get_running_loop(), shell, outbox, lambda wake: Runner(1, {"a": engine}, fences, outbox, wake=wake)
     )
@@ -176,6 +189,15 @@ async def test_what_waits_for_a_busy_thread_is_bounded(tmp_path: Path, monkeypat
         await shell.until(lambda: "go on" in shell.events)
         await shell.until(lambda: shell.heard(Found) == 12)
         assert shell.events == ["loaded", "hold", "go on"]
+
+
+async def test_a_receiver_is_opened_while_its_producer_still_steps(tmp_path: Path) -> None:
+    engine = Slow(EngineOptions({}))
+    async with driving(tmp_path, ThreadedDrive, engine) as (drive, shell):
+        onward = Route("b", WorkerId(9), 4, opens=Opening(0, 1, (Route(CLIENT, WorkerId(SERVER), 4),)))
+        drive.receive(SERVER, [OpenSession(0, "a", STAMP.session, {}), OpenTurn(1, "a", STAMP, {}, (onward,), 1)], 0)
+        await shell.until(lambda: shell.heard(OpenTurn))
+        engine.may.set()
 
 
 async def test_what_a_thread_says_together_crosses_over_together(tmp_path: Path) -> None:

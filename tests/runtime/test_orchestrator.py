@@ -113,8 +113,8 @@ class FakeWorker:
         if self.on_open is not None:
             self.on_open(stage, stamp)
 
-    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
-        self._note("expect_turn", stage, stamp, routes)
+    def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
+        self._note("expect_turn", stage, stamp, client_credits)
         if self.on_open is not None:
             self.on_open(stage, stamp)
         return AFTER
@@ -314,9 +314,9 @@ def test_a_chain_is_expected_consumers_first_and_opened_at_its_entry_with_its_in
     to_c = Route("c", WorkerId(3), 3, opens=Opening(AFTER, 2, (client,)))
     to_b = Route("b", WorkerId(2), house.limits.chunk_credits, opens=Opening(AFTER, 1, (to_c, client)))
     assert house.did("open_turn", "expect_turn") == [
-        (3, "expect_turn", "c", stamp._replace(stage=2), (client,)),
-        (2, "expect_turn", "b", stamp._replace(stage=1), (to_c, client)),
-        (1, "open_turn", "a", stamp._replace(stage=0), (to_b,), 1, PAYLOAD),
+        (3, "expect_turn", "c", stamp, client.credits),
+        (2, "expect_turn", "b", stamp, client.credits),
+        (1, "open_turn", "a", stamp, (to_b,), 1, PAYLOAD),
     ]
 
 
@@ -324,10 +324,12 @@ def test_a_stage_with_several_producers_is_opened_before_any_of_them() -> None:
     house = House(FAN_IN, APART).all_ready()
     script, _ = house.session()
     house.make(script, submit(script))
-    first, second, third = house.did("open_turn", "expect_turn")
-    assert (first[:3], first[5]) == ((3, "open_turn", "c"), 2)
-    assert second[:3] == (2, "expect_turn", "b")
-    assert (third[:3], [bool(route.opens) for route in third[4]]) == ((1, "open_turn", "a"), [True, False])
+    third, first = house.did("open_turn")
+    assert (third[:3], third[5]) == ((3, "open_turn", "c"), 2)
+    assert (first[:3], [(route.receiver, bool(route.opens)) for route in first[4]]) == (
+        (1, "open_turn", "a"),
+        [("b", True), ("c", False)],
+    )
 
 
 def test_a_stage_that_its_producer_was_to_open_is_aborted_like_any_other(house: House) -> None:
@@ -481,7 +483,7 @@ def test_the_abort_deadline_holds_after_the_session_is_gone(house: House) -> Non
 def test_credit_of_the_client_side_reaches_the_stage_as_long_as_the_turn_counts(house: House) -> None:
     script, _ = house.session()
     house.make(script, submit(script), Credit(script.stamp(), "c", 2))
-    assert house.did("credit") == [(3, "credit", "c", script.stamp()._replace(stage=2), 2)]
+    assert house.did("credit") == [(3, "credit", "c", script.stamp(), 2)]
     house.make(script, RaiseFence(script.fence(2)), Credit(script.stamp(), "c", 2))
     assert house.did("credit") == []
 

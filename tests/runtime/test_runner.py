@@ -333,22 +333,33 @@ def test_fused_stages_report_together(stand: StandMaker) -> None:
     assert [message.through for message in said if isinstance(message, Spoke | Ended)][-1] == (B_ENDED,)
 
 
-def test_an_end_that_was_handed_on_is_reported_when_the_turn_is_aborted_and_only_once(stand: StandMaker) -> None:
+def test_an_end_that_was_handed_on_is_reported_when_the_turn_is_aborted(stand: StandMaker) -> None:
     on = stand()
     on.open("b", TO_DOWN)
-    on.chunk("b", last=True, through=(A_ENDED,))
+    on.chunk("b", last=True)
     on.run()
     on.runner.receive(SERVER, Abort("b", STAMP))
-    on.runner.receive(SERVER, Abort("b", STAMP))
-    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.DONE, "", (A_ENDED,)))]
+    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.INCOMPLETE, "aborted"))]
 
 
-def test_no_end_is_forgotten_before_it_was_reported(stand: StandMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_OVER_CAP", 2)
+def test_an_abort_is_answered_however_long_the_turn_is_over(stand: StandMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_REMEMBERED", 2)
     on = stand()
-    for number in range(1, 4):
+    for number in range(1, 10):
         on.open("b", TO_DOWN, stamp=FENCE.stamp(number), inputs=0)
-    assert (CONTROL, Ended("b", FENCE.stamp(1), Outcome.DONE, "")) in on.run()
+    on.run()
+    on.runner.receive(SERVER, Abort("b", STAMP))
+    assert on.run() == [(CONTROL, Ended("b", STAMP, Outcome.INCOMPLETE, "aborted"))]
+
+
+def test_the_latest_turns_are_remembered_and_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_REMEMBERED", 3)
+    memory = runner.Memory()
+    keys = [(0, 1, 1, number) for number in range(20)]
+    for number, key in enumerate(keys):
+        memory.add(key)
+        assert all(late in memory for late in keys[max(0, number - 2) : number + 1])
+        assert sum(late in memory for late in keys) <= 6
 
 
 def test_a_stage_that_ends_badly_reports_the_ends_that_came_to_it(stand: StandMaker) -> None:

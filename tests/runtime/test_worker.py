@@ -101,7 +101,7 @@ class House:
         for stage in reversed(stages[1:]):
             opening = None
             if rides and not whole:
-                opening = Opening(self.port(stage).expect_turn(stage, stamp, (route,)), stamp.stage, (route,))
+                opening = Opening(self.port(stage).expect_turn(stage, stamp, 4), stamp.stage, (route,))
             else:
                 self.port(stage).open_turn(stage, stamp, params or {}, (route,), 1)
             route = Route(stage, self.hosts[stage], 4, whole, opening)

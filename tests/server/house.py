@@ -50,7 +50,7 @@ class IdleWorker:
         payload: Payload | None = None,
     ) -> None: ...
 
-    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
+    def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
         return 0
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None: ...

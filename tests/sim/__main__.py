@@ -1,6 +1,7 @@
 """`python -m tests.sim --seed N` replays one schedule; `--seeds A-B` runs many and says which of them fail."""
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -51,12 +52,14 @@ def command(seed: int) -> str:
 def run_all(seeds: range, first_only: bool) -> int:
     """One line of JSON for each failure, and one in the end with what happened in all."""
     counts: Counter[str] = Counter()
+    digests = hashlib.sha256()
     began = time.process_time()
     failed = played = 0
     for seed in seeds:
         result = run(seed, verbose=False)
         played += 1
         counts += result.counts
+        digests.update(result.digest.encode())
         counts[f"scene_{draw(seed).kind}"] += 1
         if result.error is not None:
             failed += 1
@@ -65,7 +68,8 @@ def run_all(seeds: range, first_only: bool) -> int:
             if first_only:
                 break
     spent_s = round(time.process_time() - began, 2)
-    print(json.dumps({"seeds": played, "failed": failed, "cpu_s": spent_s, "counts": dict(sorted(counts.items()))}))
+    told = {"seeds": played, "failed": failed, "cpu_s": spent_s, "digest": digests.hexdigest()[:16]}
+    print(json.dumps(told | {"counts": dict(sorted(counts.items()))}))
     return 1 if failed else 0
 
 

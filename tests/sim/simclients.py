@@ -255,15 +255,16 @@ class Desk:
     def _check(self) -> None:
         """Never over a cap, and never under it while the first who waits would fit."""
         whole, own = self._used()
-        assert whole.within(self.caps.whole), f"{whole} of {self.caps.whole} is admitted (G2)"
+        assert _fits(whole, self.caps.whole), f"{whole} of {self.caps.whole} is admitted (G2)"
         assert whole == self.admission.admitted, f"admission says {self.admission.admitted} of {whole} (G2)"
         for pipeline, used in own.items():
-            assert used.within(self.caps.for_pipeline(pipeline)), f"{used} of {pipeline} is admitted (G2)"
+            assert _fits(used, self.caps.for_pipeline(pipeline)), f"{used} of {pipeline} is admitted (G2)"
         first = next(iter(self._waiting.values()), None)
         if first is not None:
             name = first.cost.pipeline
             more = own.get(name, NOTHING).plus(first.cost.amount)
-            fits = more.within(self.caps.for_pipeline(name)) and whole.plus(first.cost.amount).within(self.caps.whole)
+            both = whole.plus(first.cost.amount)
+            fits = _fits(more, self.caps.for_pipeline(name)) and _fits(both, self.caps.whole)
             assert not fits, f"{whole} is admitted, and one waits who fits (G2)"
             self.world.count("sim_cap_reached")
 
@@ -273,6 +274,10 @@ class Desk:
             whole = whole.plus(cost.amount)
             own[cost.pipeline] = own.get(cost.pipeline, NOTHING).plus(cost.amount)
         return whole, own
+
+
+def _fits(amount: Amount, cap: Amount) -> bool:
+    return all(used <= most for used, most in zip(amount, cap, strict=True))
 
 
 class Watched(Session):

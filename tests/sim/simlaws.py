@@ -108,6 +108,9 @@ class Ledger:
         self.applied = 0
         self.seen = 0
         """What the attachment that is about to be said it had seen."""
+        self._gap_to = 0
+        self._resumed: tuple[set[int], int] | None = None
+        """What the latest resume called void, and the last number then; checked once its gap is known."""
 
     # -- what the session says ---------------------------------------------------------------------------------------
 
@@ -150,6 +153,7 @@ class Ledger:
 
     def check(self) -> None:
         """After each input."""
+        self._check_voids()
         assert not self.uncut, f"{self.name}: nobody says what was heard of {self.uncut} (G8)"
 
     def _check_open(self, response: str, what: str) -> None:
@@ -188,17 +192,23 @@ class Ledger:
             case SessionResumed(voids=voids, input_seq=input_seq):
                 if self.sent is not None:
                     assert input_seq == self.applied, f"{self.name}: took {input_seq} of {self.applied} inputs (G12)"
-                self._check_voids({seq for first, last in voids for seq in range(first, last + 1)})
-            case ResyncRequired():
+                self._resumed = ({seq for first, last in voids for seq in range(first, last + 1)}, len(self.said))
+            case ResyncRequired(last=last):
+                self._gap_to = last
                 self.world.count("sim_gaps_told")
             case _:
                 pass
 
-    def _check_voids(self, named: set[int]) -> None:
-        """What a resume calls void is content of an older epoch."""
+    def _check_voids(self) -> None:
+        """What a resume calls void is all of the content of older epochs that the client has not seen."""
+        if self._resumed is None:
+            return
+        (named, last), self._resumed = self._resumed, None
         for seq in named:
-            assert seq > self.seen, f"{self.name}: {seq} is void, which the client has seen (G7)"
+            assert self.seen < seq, f"{self.name}: {seq} is void, which the client has seen (G7)"
             assert self._void(seq), f"{self.name}: {seq} is called void and is not (G7)"
+        for seq in range(max(self.seen, self._gap_to) + 1, last + 1):
+            assert seq in named or not self._void(seq), f"{self.name}: nobody says that {seq} is void (G7)"
         self.world.count("sim_voids_named", len(named))
 
     def _void(self, seq: int) -> bool:

@@ -33,7 +33,7 @@ LIMITS = Limits(
     mailbox_turns=8,
     transcript_patience_s=3,
 )
-FAULTS = ("die", "stall", "lag", "repeat", "swap")
+FAULTS = ("die", "stall", "lag", "repeat", "swap", "choke")
 SPECS = {spec.name: spec for spec in (CHAIN, MIXED, VOICE)}
 SOUND_MAKE: Mapping[str, Make] = {"ears": Ears(), "talker": Talker(), "code2wav": Code2Wav()}
 MAY_FAIL = {"sim_response_failed_timeout", "sim_turn_failed_stage_error"}
@@ -81,10 +81,11 @@ def _plain(chance: random.Random) -> Scene:
 
 def _talk(chance: random.Random) -> Scene:
     acks = chance.random() < 0.7
-    habits = Habits(acks=acks, exact=acks, frame_ms=chance.choice((32, 50)))
+    text = chance.random() < 0.2
+    habits = Habits(acks=acks, exact=acks, text=text, frame_ms=chance.choice((32, 50)))
     manners = Manners(numbered=1 if acks else 0.5)  # what was played must come through in the end
     limits = replace(LIMITS, conversation_items=chance.choice((4, 8, 512)))
-    people, seconds = chance.randint(1, 2), chance.uniform(2, 4)
+    people, seconds = chance.randint(1, 3), chance.uniform(2, 5)
     return Scene("talk", people=people, seconds=seconds, limits=limits, manners=manners, habits=habits)
 
 
@@ -172,22 +173,22 @@ def _interrupts(chance: random.Random) -> Scene:
     exact = acks and manners.paces == (FAST,)
     manners = replace(manners, numbered=1 if exact else 0.5)
     habits = Habits(acks=acks, exact=exact, speaks=20, hushes=30, fussy=25, frame_ms=50)
-    return Scene("interrupts", people=2, seconds=3, manners=manners, habits=habits)
+    return Scene("interrupts", people=2, seconds=4, manners=manners, habits=habits)
 
 
 def _tentative(chance: random.Random) -> Scene:
     """People who hesitate: short speech, short pauses."""
     manners = Manners(restless_ns=chance.choice((S // 4, S // 2)), numbered=0)
-    habits = Habits(speaks=50, hushes=60, fussy=1, frame_ms=32)
-    return Scene("tentative", people=2, seconds=3, manners=manners, habits=habits)
+    habits = Habits(text=chance.random() < 0.3, speaks=50, hushes=60, fussy=12, frame_ms=32)
+    return Scene("tentative", people=2, seconds=4, manners=manners, habits=habits)
 
 
 def _verbs(chance: random.Random) -> Scene:
     """Forks, snapshots, restores, in the middle of everything else."""
     manners = Manners(restless_ns=S // 4)
     habits = Habits(acks=chance.random() < 0.7, verbs=True, fussy=8, frame_ms=50)
-    scene = Scene("verbs", people=chance.randint(1, 2), seconds=2.5, manners=manners, habits=habits)
-    return _troubled(scene, chance) if chance.random() < 0.4 else scene
+    scene = Scene("verbs", people=chance.randint(1, 2), seconds=3.5, manners=manners, habits=habits)
+    return _troubled(scene, chance) if chance.random() < 0.5 else scene
 
 
 def _both(chance: random.Random) -> Scene:
@@ -221,10 +222,10 @@ SCENERY: Mapping[Scenery, int] = {
     _storm: 12,
     _slow: 9,
     _talk: 6,
-    _talk_faults: 10,
+    _talk_faults: 13,
     _interrupts: 9,
     _tentative: 6,
-    _verbs: 9,
+    _verbs: 12,
     _both: 4,
     _leases: 5,
 }
@@ -281,6 +282,8 @@ class Faults:
                     worker.repeat(0.2)
                 case "swap":
                     worker.swap(0.1)
+                case "choke":
+                    worker.choke()
         world.after(0, self.scene.every_ns, self._strike)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from simclients import Act, Client, Desk, Link, Manners, Watched
 from simlaws import Ledger
-from simworkers import Host, Make
+from simworkers import BrokenError, Host, Make
 from simworld import MS, S, World
 
 from omni_live.pipelines.registry import VOICE
@@ -53,6 +53,7 @@ from omni_live.sessions.inputs import (
     BargeInAsked,
     CancelAsked,
     ClientInput,
+    ItemCreateAsked,
     ItemDeleteAsked,
     ItemTruncateAsked,
     PlaybackAcked,
@@ -64,6 +65,7 @@ from omni_live.sessions.inputs import (
 from omni_live.sessions.items import Item, Modality, ResponseStatus, Role
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.session import Session
+from omni_live.sessions.settings import Settings, TurnDetection
 from omni_live.sessions.stamp import SessionKey, Stamp, session_key
 
 RATE_HZ = 1000
@@ -71,9 +73,15 @@ CHUNK_MS = 250
 SHAPE = Shape(input_rate_hz=RATE_HZ, output_rate_hz=RATE_HZ)
 MIN_SPEECH_MS = 96
 SPECULATIVE_MS = 160
+DETECTION = TurnDetection(
+    silence_duration_ms=500, min_silence_ms=400, speculative_ms=SPECULATIVE_MS, min_speech_ms=MIN_SPEECH_MS
+)
 MOST_PEOPLE = 5
 TRAVEL_MS = 25
 """What a frame takes to the client at most on a fast line: it plays on until the news is there."""
+
+
+Lines = list[tuple[Role, str]]
 
 
 def voice_of(session: SessionKey) -> int:
@@ -81,9 +89,10 @@ def voice_of(session: SessionKey) -> int:
     return (session * 2654435761 >> 7) % 32_000 + 1
 
 
-def words_of(turn: int) -> list[str]:
-    """What the thinker says in this turn."""
-    return [f"r{turn}w{index} " for index in range(1 + turn * 7 % 11)]
+def words_of(turn: int, lines: Lines) -> list[str]:
+    """What the thinker says in this turn of this conversation."""
+    size = sum(len(text) for _, text in lines)
+    return [f"r{turn}c{size}w{index} " for index in range(1 + (turn * 7 + size) % 11)]
 
 
 @dataclass
@@ -170,13 +179,11 @@ def _whole(payload: Payload, name: str) -> int:
     return value
 
 
-Lines = list[tuple[Role, str]]
-
-
 class Thinker(Make):
     """Says a few words; keeps the conversation, and checks it against what the session means it to be."""
 
     compute_ns = (1 * MS, 30 * MS)
+    chokes = prompt = True
 
     def __init__(self) -> None:
         self.meant: dict[tuple[int, ...], Lines] = {}
@@ -185,12 +192,15 @@ class Thinker(Make):
     def turn(self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload) -> Iterable[Payload]:
         keep, fresh = read_context(payload)
         kept = self._lines(host)
+        if keep > len(kept) and host.memory.get("choked"):
+            raise BrokenError  # the session has not heard of it yet
         assert keep <= len(kept), f"turn {stamp} keeps {keep} messages of {len(kept)} (G8)"
         lines: Lines = [*kept[:keep], *fresh]
         assert lines == self.meant[stamp[:4]], f"turn {stamp} sees {lines}, not {self.meant[stamp[:4]]} (G8)"
-        words = words_of(stamp.turn)
+        words = words_of(stamp.turn, lines)
         if not params["side"]:
             # What a real one would have written by the time it is cut is anybody's guess: it is all there.
+            host.memory.pop("choked", None)
             host.memory["lines"] = [*lines, (Role.ASSISTANT, "".join(words))]
         return [Payload("text", {"text": word}) for word in words]
 
@@ -256,6 +266,11 @@ class WatchedTalk(Watched, Conversation):
         self.judge.meant[exchange.stamp[:4]] = [(message.role, message.text) for message in messages]
         super()._submit(exchange, messages)
 
+    def _adopt(self, exchange: Exchange) -> None:
+        now = tuple(self._messages())
+        assert exchange.messages == now, f"a try is adopted that was made on {exchange.messages}, not {now} (G8)"
+        super()._adopt(exchange)
+
     def _take_on(self, history: History) -> None:
         super()._take_on(history)
         assert tuple(self.items) == history.items, "a restore brings other items back than the snapshot's (G8)"
@@ -312,6 +327,8 @@ class Habits:
     """Says how far it has played what it got."""
     exact: bool = False
     """Its line is such that what the server says was heard is what was played, to one chunk."""
+    text: bool = False
+    """Wants to be answered in writing."""
     verbs: bool = False
     """Forks, takes snapshots and goes back to them."""
     fussy: int = 4
@@ -352,10 +369,10 @@ class Talkative(Client):
         self._twins = 0
         self._players: dict[str, Player] = {}
         self._responses: dict[str, str] = {}
-        self._cuts: dict[str, Cut] = {}
-        """By item, since the server spoke last."""
+        self._cut_last: tuple[str, Cut] | None = None
+        """The item that was cut last since the server spoke."""
         self._truncated: set[str] = set()
-        """Items of which the client itself may have said how much of them counts."""
+        """Items of which the client itself may have said how much of them counts, or that they do not."""
         self._speaking = False
         self._deaf_at = 0
         self._voice = 1 + int(world.draw() * 30_000)
@@ -369,7 +386,9 @@ class Talkative(Client):
         if isinstance(parent, Conversation):
             session = parent.forked(session_id, slot, generation, ids, now)
         else:
-            session = Conversation(session_id, slot, generation, limits, ids, now, shape=SHAPE)
+            modality = Modality.TEXT if self.habits.text else Modality.AUDIO
+            settings = Settings(modality=modality, turn_detection=DETECTION)
+            session = Conversation(session_id, slot, generation, limits, ids, now, settings, SHAPE)
         session.__class__ = WatchedTalk
         assert isinstance(session, WatchedTalk)
         session.judge = self.judge
@@ -390,7 +409,7 @@ class Talkative(Client):
     def opened(self) -> None:
         self._players.clear()
         self._responses.clear()
-        self._cuts.clear()
+        self._cut_last = None
         self.ended.clear()
         self.tickets.clear()
         self._microphone(self.session)
@@ -436,10 +455,11 @@ class Talkative(Client):
             AudioCommitted(),
             AudioCleared(),
             ItemDeleteAsked(item),
+            ItemCreateAsked(Item("", Role.USER, f"noted at {self.world.now()}", spoken=False)),
             ItemTruncateAsked(item, int(self.world.draw() * 800)),
         )
         chosen = self.world.random.choice(told)
-        if isinstance(chosen, ItemTruncateAsked):
+        if isinstance(chosen, ItemTruncateAsked | ItemDeleteAsked):
             self._truncated.add(item)
         self.tell(chosen)
 
@@ -534,8 +554,12 @@ class Talkative(Client):
         """A reply that is done has every word of its turn (G4)."""
         response, item = done.response, done.response.item
         if response.status is ResponseStatus.COMPLETED:
+            assert self.ledger is not None
+            stamps = self.ledger.stamps[response.turn]
+            stamp = next(one for one in reversed(stamps) if (one.lane != SIDE_LANE) == response.in_conversation)
+            meant = "".join(words_of(response.turn, self.judge.meant[stamp[:4]]))
             said = "" if item is None else item.text
-            assert said == "".join(words_of(response.turn)), f"{self.name}: {response} is done with {said!r} (G4)"
+            assert said == meant, f"{self.name}: {response} is done with {said!r}, not {meant!r} (G1, G4)"
 
     def _cut(self, item: str, heard_ms: int, text: str) -> None:
         """The server cut a reply: stop playing it and say, once, how far it came."""
@@ -548,19 +572,19 @@ class Talkative(Client):
             if self.habits.acks:
                 self.tell(PlaybackAcked(float(played), response_id=response))
         if response in self._players and self.link is not None:
-            self._cuts[item] = Cut(heard_ms, text, self.link)
+            self._cut_last = (item, Cut(heard_ms, text, self.link))
 
     def _check_heard(self) -> None:
         """The server speaks again: by now it knows what was heard of what it cut (G8)."""
         session, link = self.session, self.link
         if not self.habits.exact or session is None or link is None:
             return
-        for item, cut in self._cuts.items():
-            if cut.link is not link or item in self._truncated:
-                continue
-            played_ms = self._players[self._responses[item]].at(self.world.now())
-            what = f"{self.name}: of {item} {cut} counts, and {played_ms} ms were played (G8)"
-            assert abs(cut.heard_ms - played_ms) <= CHUNK_MS + TRAVEL_MS, what
-            assert len(cut.text.split()) == cut.heard_ms // CHUNK_MS, what
-            self.world.count("sim_heard_exactly")
-        self._cuts.clear()
+        item, cut = self._cut_last or ("", None)
+        self._cut_last = None
+        if cut is None or cut.link is not link or item in self._truncated:
+            return
+        played_ms = self._players[self._responses[item]].at(self.world.now())
+        what = f"{self.name}: of {item} {cut.heard_ms} ms count, {cut.text!r}, and {played_ms} were played (G8)"
+        assert abs(cut.heard_ms - played_ms) <= CHUNK_MS + TRAVEL_MS, what
+        assert len(cut.text.split()) == cut.heard_ms // CHUNK_MS, what
+        self.world.count("sim_heard_exactly")

@@ -44,6 +44,10 @@ class Make:
     """A stage's engine. As it is, it hands everything on and keeps nothing."""
 
     compute_ns = (100 * US, 4 * MS)
+    chokes = False
+    """Whether a fault may spoil a turn here."""
+    prompt = False
+    """Takes what it is told at once, behind what turns that came before it bring; else when its turn comes."""
 
     def turn(self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload) -> Iterable[Payload]:
         """Output for one unit of a turn's input. Raises BrokenError."""
@@ -148,6 +152,7 @@ class SimWorker:
         self._ahead: list[tuple[int, WorkerId, SimStage, SimTurn]] = []
         """Openings by producers that arrived before the calls that they come after."""
         self._stepping = False
+        self._choked = False
         self._draining = False
         world.after(MS, 80 * MS, self._loaded)
 
@@ -170,6 +175,11 @@ class SimWorker:
         self.lag(1)
         self.repeat(0)
         self.swap(0)
+        self._choked = False
+
+    def choke(self) -> None:
+        """The next turn that can be spoilt is: its stage breaks on it and loses what it kept of the session."""
+        self._choked = True
 
     def stall(self, most_ns: int) -> None:
         """The runner steps nothing and answers nothing for a while."""
@@ -229,7 +239,7 @@ class SimWorker:
         self._call(lambda: self._forward(self.stages[stage], stamp, route))
 
     def feed_session(self, stage: str, session: SessionKey, payload: Payload) -> None:
-        self._call(lambda: self.stages[stage].heard.append((session, payload)))
+        self._call(lambda: self._hear(self.stages[stage], session, payload))
 
     def abort(self, stage: str, stamp: Stamp) -> None:
         self._urgent.send(lambda: self._arrive(lambda: self._abort(self.stages[stage], stamp)))
@@ -337,6 +347,15 @@ class SimWorker:
             if not admits(stamp):
                 self._drop_early(stage, stamp)
 
+    def _hear(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
+        if not stage.make.prompt:
+            stage.heard.append((session, payload))
+            return
+        for turn in tuple(stage.turns.values()):
+            if turn.stamp.session == session and turn.inbox:
+                self._make(stage, turn)
+        self._listen(stage, session, payload)
+
     def _listen(self, stage: SimStage, session: SessionKey, payload: Payload) -> None:
         host = stage.hosts.get(session)
         if host is None:
@@ -349,8 +368,13 @@ class SimWorker:
         self._give_back(stage, turn.stamp, unit)
         if unit.payload is None:
             return
+        host = stage.hosts[turn.stamp.session]
         try:
-            turn.made.extend(stage.make.turn(stage.hosts[turn.stamp.session], turn.stamp, turn.params, unit.payload))
+            if self._choked and stage.make.chokes and not turn.params["side"]:
+                self._choked = False
+                host.memory = {"choked": True}
+                raise BrokenError
+            turn.made.extend(stage.make.turn(host, turn.stamp, turn.params, unit.payload))
         except BrokenError:
             self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
 
