@@ -11,7 +11,7 @@ class TurnDetection:
 
     threshold: float = 0.5
     prefix_padding_ms: int = 300
-    silence_duration_ms: int = 720
+    silence_duration_ms: int = 736
     """Silence after which a turn ends for certain, whatever the transcript looks like."""
     min_silence_ms: int = 448
     """Silence after which it ends where the running transcript looks finished."""

@@ -55,6 +55,7 @@ async def link(listen: str, onward: str) -> None:
 
     _, out = await loop.create_unix_connection(lambda: Frames(ignore), onward)
     server = await loop.create_unix_server(lambda: Incoming(out.send), listen)
+    print("listening", flush=True)
     await over.wait()
     server.close()
 

@@ -25,6 +25,10 @@ HOPS_ROWS: Final = (
     Row("bare_cpu_ms_per_request", "processor time of a request, bare", "ms", 3),
     Row("hop_ratio", "hop over bare hop", "", 2),
     Row("cpu_ratio", "processor time over bare", "", 2),
+    Row("runs", "rounds"),
+    Row("load1_before", "load of the machine before", "", 2),
+    Row("load1_after", "load of the machine after", "", 2),
+    Row("cpus", "processors"),
 )
 
 
@@ -33,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_voice(benches.add_parser("voice", help="latency, interruptions and turn taking of a voice conversation"))
     hops_parser = benches.add_parser("hops", help="what the runtime costs between stages, beside a bare socket chain")
     hops_parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
+    hops_parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
 
 
 def run(args: argparse.Namespace) -> int:
-    return hops(json=args.json) if args.bench == "hops" else voice(args)
+    return hops(json=args.json, quick=args.quick) if args.bench == "hops" else voice(args)
 
 
 # -- voice -----------------------------------------------------------------------------------------------------------
@@ -126,9 +131,11 @@ def parse_sweep(text: str) -> tuple[int, ...]:
 # -- hops ------------------------------------------------------------------------------------------------------------
 
 
-def hops(*, json: bool) -> int:
-    """Measure and print."""
-    from omni_live.bench.hops import Work, measure
+def hops(*, json: bool, quick: bool) -> int:
+    """Measure on the server's own kind of event loop, and print."""
+    import uvloop
+
+    from omni_live.bench.hops import QUICK, Work, measure
 
     progress = Progress(100)
 
@@ -136,7 +143,8 @@ def hops(*, json: bool) -> int:
         progress.done = round(100 * share)
         progress.enter(what)
 
-    values = asyncio.run(measure(Work(), tell))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        values = runner.run(measure(QUICK if quick else Work(), tell))
     progress.close()
     print(flat(HOPS_ROWS, values) if json else table(HOPS_ROWS, values))
     return 0

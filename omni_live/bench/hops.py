@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from omni_live.bench.bare import Frames
@@ -49,6 +50,11 @@ class Work:
     big: int = 60
     units: int = 4000
     """Per session, in each round."""
+    warm_up: int = 200
+    """Requests before the first round."""
+
+
+QUICK = Work(rounds=2, requests=300, big=20, units=1000, warm_up=50)
 
 
 class NoCounters:
@@ -115,7 +121,7 @@ async def echo(multiply: int, clients: int) -> AsyncIterator[list[Client]]:
     the_plan = echo_plan(multiply)
     ids = CountedIds()
     async with running(the_plan, NoCounters()) as runtime:
-        while not runtime.orchestrator.pools.is_ready():
+        while not runtime.orchestrator.pools.is_ready():  # noqa: ASYNC110 - nothing tells when the pools are ready
             await asyncio.sleep(0.02)
         opened = []
         for number in range(clients):
@@ -157,12 +163,7 @@ class BareChain:
         with tempfile.TemporaryDirectory() as folder:
             paths = [f"{folder}/{number}" for number in range(HOPS)]
             back = await loop.create_unix_server(lambda: Frames(self.arrived), paths[-1])
-            processes = []
-            for listen, onward in reversed(list(zip(paths[:-1], paths[1:], strict=True))):
-                command = (sys.executable, "-P", "-m", "omni_live.bench.bare", listen, onward)
-                processes.append(await asyncio.create_subprocess_exec(*command))
-                while not Path(listen).exists():  # noqa: ASYNC110 - a file has no event
-                    await asyncio.sleep(0.01)
+            processes = [await started(listen, onward) for listen, onward in reversed(list(pairwise(paths)))]
             transport, self._out = await loop.create_unix_connection(lambda: Frames(self.arrived), paths[0])
             try:
                 yield
@@ -172,6 +173,16 @@ class BareChain:
                     process.terminate()
                     await process.wait()
                 back.close()
+
+
+async def started(listen: str, onward: str) -> asyncio.subprocess.Process:
+    """A link of the bare chain that listens. Raises RuntimeError where it does not come to that."""
+    safe = ["-P"] if sys.flags.safe_path else []
+    command = (sys.executable, *safe, "-m", "omni_live.bench.bare", listen, onward)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    if process.stdout is None or not await process.stdout.readline():
+        raise RuntimeError("a link of the bare chain did not start")
+    return process
 
 
 def cpu_s() -> float:
@@ -191,50 +202,67 @@ def cpu_s() -> float:
     return total
 
 
-async def timed(ask: Callable[[], Awaitable[float]], count: int) -> tuple[list[float], float]:
-    """Latencies of `count` requests one after another, and CPU seconds per request over all processes."""
-    before = cpu_s()
-    took = [await ask() for _ in range(count)]
-    return took, (cpu_s() - before) / count
+@dataclass(slots=True)
+class Timed:
+    """Requests one after another: how long each took, and what they cost all processes together."""
+
+    took_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+    async def run(self, ask: Callable[[], Awaitable[float]], count: int) -> None:
+        before = cpu_s()
+        self.took_s += [await ask() for _ in range(count)]
+        self.cpu_s += cpu_s() - before
+
+    @property
+    def p50_s(self) -> float:
+        return statistics.median(self.took_s)
+
+    @property
+    def cpu_s_each(self) -> float:
+        return self.cpu_s / len(self.took_s)
 
 
 async def measure(work: Work, progress: Progress) -> dict[str, float]:
     """All figures of the bench."""
-    hops: list[float] = []
-    bare_hops: list[float] = []
-    cpus: list[float] = []
-    bare_cpus: list[float] = []
-    big: list[float] = []
-    bare = BareChain()
-    mib = Payload("bytes", body=bytes(MIB))
-    async with echo(1, 1) as (client,), bare.opened():
-        await timed(lambda: client.ask(TINY), 200)
-        await timed(lambda: bare.ask(b"x" * 32), 200)
-        for number in range(work.rounds):
-            progress("one request at a time", number / work.rounds)
-            took, cpu = await timed(lambda: client.ask(TINY), work.requests)
-            hops += took
-            cpus.append(cpu)
-            took, cpu = await timed(lambda: bare.ask(b"x" * 32), work.requests)
-            bare_hops += took
-            bare_cpus.append(cpu)
-        progress("1 MiB through the chain", 0.0)
-        await timed(lambda: client.ask(mib), 5)
-        big, _ = await timed(lambda: client.ask(mib), work.big)
+    load_before = os.getloadavg()[0]
+    tiny, bare, big = await requests(work, progress)
     rates = await streams(work, progress)
-    hop, bare_hop = statistics.median(hops) / HOPS, statistics.median(bare_hops) / HOPS
-    cpu, bare_cpu = statistics.median(cpus), statistics.median(bare_cpus)
+    progress("done", 1.0)
     return {
-        "hop_us_p50": hop * 1e6,
-        "hop_us_p99": quantile(hops, 0.99) / HOPS * 1e6,
-        "cpu_ms_per_request": cpu * 1e3,
-        "chain_1mib_ms_p50": statistics.median(big) * 1e3,
+        "hop_us_p50": tiny.p50_s / HOPS * 1e6,
+        "hop_us_p99": quantile(tiny.took_s, 0.99) / HOPS * 1e6,
+        "cpu_ms_per_request": tiny.cpu_s_each * 1e3,
+        "chain_1mib_ms_p50": big.p50_s * 1e3,
         "units_per_s_8": statistics.median(rates),
-        "bare_hop_us_p50": bare_hop * 1e6,
-        "bare_cpu_ms_per_request": bare_cpu * 1e3,
-        "hop_ratio": hop / bare_hop,
-        "cpu_ratio": cpu / bare_cpu,
+        "bare_hop_us_p50": bare.p50_s / HOPS * 1e6,
+        "bare_cpu_ms_per_request": bare.cpu_s_each * 1e3,
+        "hop_ratio": tiny.p50_s / bare.p50_s,
+        "cpu_ratio": tiny.cpu_s_each / max(bare.cpu_s_each, 1 / _TICKS_S / len(bare.took_s)),
+        "runs": work.rounds,
+        "load1_before": load_before,
+        "load1_after": os.getloadavg()[0],
+        "cpus": len(os.sched_getaffinity(0)),
     }
+
+
+async def requests(work: Work, progress: Progress) -> tuple[Timed, Timed, Timed]:
+    """One at a time: tiny ones, the same through the bare chain, and 1 MiB each."""
+    tiny, bare, big = Timed(), Timed(), Timed()
+    mib, body = Payload("bytes", body=bytes(MIB)), bytes(TINY.body)
+    chain = BareChain()
+    progress("start", 0.0)
+    async with echo(1, 1) as (client,), chain.opened():
+        await Timed().run(lambda: client.ask(TINY), work.warm_up)
+        await Timed().run(lambda: chain.ask(body), work.warm_up)
+        for number in range(work.rounds):
+            progress("one request at a time", 0.05 + 0.5 * number / work.rounds)
+            await tiny.run(lambda: client.ask(TINY), work.requests)
+            await bare.run(lambda: chain.ask(body), work.requests)
+        progress("1 MiB through the chain", 0.55)
+        await Timed().run(lambda: client.ask(mib), 5)
+        await big.run(lambda: client.ask(mib), work.big)
+    return tiny, bare, big
 
 
 async def streams(work: Work, progress: Progress) -> list[float]:
@@ -243,7 +271,7 @@ async def streams(work: Work, progress: Progress) -> list[float]:
     async with echo(work.units, 8) as clients:
         await asyncio.gather(*(client.ask(TINY) for client in clients))
         for number in range(work.rounds):
-            progress("eight sessions streaming", number / work.rounds)
+            progress("eight sessions streaming", 0.65 + 0.35 * number / work.rounds)
             before = sum(client.mailbox.units for client in clients)
             start = time.perf_counter()
             await asyncio.gather(*(client.ask(TINY) for client in clients))

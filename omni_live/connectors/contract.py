@@ -59,6 +59,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     kind: str
     meta: dict[str, Scalar]
     arrays: tuple[ArraySpec, ...]
+    owner: int = 0
+    """0 where the bytes lie with whoever sent the ticket; else with somebody else, who lent them to the sender."""
 
 
 @dataclass(frozen=True, slots=True)

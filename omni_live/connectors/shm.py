@@ -47,7 +47,9 @@ class Arena:
     """
 
     def __init__(self, path: Path, segment: int, capacity: int) -> None:
+        self._path = path
         self._segment = segment
+        self._is_retired = False
         self._capacity = capacity // _ALIGN * _ALIGN
         self._map = _reserve(path, self._capacity)
         self._bytes = memoryview(self._map)
@@ -95,10 +97,23 @@ class Arena:
     def stats(self) -> Stats:
         return Stats(len(self._live), self._used, self._capacity, self._puts, self._refused)
 
+    def retire(self) -> None:
+        """Take nothing new, and let the memory go when the last payload is released; readers keep their mappings.
+
+        For an arena in which a dead holder had payloads: whoever it lent them to may read them still.
+        """
+        self._is_retired = True
+        self._end_when_empty()
+
     def close(self) -> None:
         """Give the memory back; the file is the business of whoever owns the directory."""
         self._bytes.release()
         self._map.close()
+
+    def _end_when_empty(self) -> None:
+        if self._is_retired and not self._live:
+            self.close()
+            self._path.unlink(missing_ok=True)
 
     def _allocate(self, size: int) -> int:
         for at, (offset, free) in enumerate(self._free):
@@ -116,6 +131,11 @@ class Arena:
 
     def _drop(self, offset: int, block: _Block) -> None:
         del self._live[offset]
+        if not self._is_retired:
+            self._give_back(offset, block)
+        self._end_when_empty()
+
+    def _give_back(self, offset: int, block: _Block) -> None:
         _HEADER.pack_into(self._map, offset, 0, 0)
         self._used -= block.size
         size = block.size

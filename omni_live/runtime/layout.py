@@ -17,6 +17,11 @@ def producer_name(worker: int) -> str:
     return f"w{worker}"
 
 
+def owner_name(owner: int) -> str:
+    """Whose arenas a ticket with this `owner` means: a worker's own, or, negative, the server's for that worker."""
+    return producer_name(owner) if owner > 0 else feeder_name(-owner)
+
+
 def feeder_name(worker: int) -> str:
     """What the server's arenas for one worker are called."""
     return f"s{worker}"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, assert_never
+from typing import ParamSpec, Protocol, assert_never
 
 from omni_live.config.plan import Plan
 from omni_live.engines.contract import Load
@@ -101,6 +101,7 @@ class SessionCore(Protocol):
     def handle(self, told: Input, now_ns: int, /) -> list[Effect]: ...
 
 
+_Given = ParamSpec("_Given")
 TurnKey = tuple[int, ...]
 """A stamp's slot, generation, epoch and turn."""
 
@@ -135,6 +136,8 @@ class _Bound:
     """Stage -> replica that has the session open."""
     turns: dict[TurnKey, "_Turn"] = field(default_factory=dict)
     """Turns that may still tell the session something."""
+    ways: dict[Course, "_Way"] = field(default_factory=dict)
+    """How turns were opened; void when a stage moves."""
     epochs: list[int] = field(default_factory=lambda: [1] * LANES)
     wake_at: int = 0
     timer: Timer | None = None
@@ -151,12 +154,20 @@ class _Bound:
     """Stage -> ticket of the snapshot it was asked for."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """The routes of a turn, which are the next turn's, too, unless its workers were told something in between."""
+
+    steps: tuple[Step, ...]
+    afters: tuple[int, ...]
+    routes: Mapping[str, tuple[Route, ...]]
+
+
 @dataclass(slots=True, eq=False)
 class _Part:
     """A stage of a turn, as opened."""
 
     replica: Replica
-    stamp: Stamp
     spoken: int = 0
     """Outputs that reached the session; the next one's sequence number."""
 
@@ -166,6 +177,7 @@ class _Turn:
     """A turn that some worker has open."""
 
     stamp: Stamp
+    key: TurnKey
     bound: _Bound
     course: Course
     params: Mapping[str, Scalar]
@@ -177,10 +189,6 @@ class _Turn:
     over: bool = False
     """Nothing of it reaches the session any more."""
     deadline: Timer | None = None
-
-    @property
-    def key(self) -> TurnKey:
-        return self.stamp[:4]
 
 
 class Orchestrator:
@@ -203,6 +211,7 @@ class Orchestrator:
         self._counters = counters
         self._slots = slots
         self._trace: Trace = trace or NoTrace()
+        self._is_traced = trace is not None
         self._lines = {
             spec.name: _Line(
                 spec.name, Dag(spec), {stage: self.pools.pool(spec.name, stage) for stage in spec.stage_names}
@@ -268,16 +277,16 @@ class Orchestrator:
 
     def tell(self, session: SessionCore, told: Input) -> None:
         """Give the session an input and perform what it wants done; dropped and counted where it is closed."""
-        self._run(partial(self._tell, session_key(session.slot, session.generation), told))
+        self._run(self._tell, session_key(session.slot, session.generation), told)
 
     def close(self, session: SessionCore, reason: str) -> None:
         """Release the session without asking it; nothing happens where it is released already."""
-        self._run(partial(self._close, session_key(session.slot, session.generation), reason))
+        self._run(self._close, session_key(session.slot, session.generation), reason)
 
     def drain(self, deadline_ns: int) -> None:
         """Ask every session to come to its end by then."""
         for key in tuple(self._bound):
-            self._run(partial(self._tell, key, DrainAsked(deadline_ns)))
+            self._run(self._tell, key, DrainAsked(deadline_ns))
 
     @property
     def sessions(self) -> int:
@@ -286,24 +295,24 @@ class Orchestrator:
     # -- what workers report (ports.Happenings) ----------------------------------------------------------------------
 
     def ready(self, worker: WorkerId) -> None:
-        self._run(partial(self._ready, worker))
+        self._run(self._ready, worker)
 
     def spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
-        self._run(partial(self._spoke, worker, stage, stamp, payload))
+        self._run(self._spoke, worker, stage, stamp, payload)
 
     def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
-        self._run(partial(self._ended, worker, stage, stamp, outcome, reason))
+        self._run(self._ended, worker, stage, stamp, outcome, reason)
 
     def found(self, worker: WorkerId, stage: str, session: SessionKey, payload: Payload) -> None:
-        self._run(partial(self._found, worker, stage, session, payload))
+        self._run(self._found, worker, stage, session, payload)
 
     def snapshotted(
         self, worker: WorkerId, stage: str, session: SessionKey, ticket: int, payload: Payload | None
     ) -> None:
-        self._run(partial(self._snapshotted, worker, stage, session, ticket, payload))
+        self._run(self._snapshotted, worker, stage, session, ticket, payload)
 
     def exited(self, worker: WorkerId, reason: str) -> None:
-        self._run(partial(self._lost, worker, reason))
+        self._run(self._lost, worker, reason)
 
     def load(self, worker: WorkerId, stage: str, load: Load) -> None:
         replica = self.pools.replica(worker)
@@ -312,13 +321,14 @@ class Orchestrator:
 
     # -- one thing after the other -----------------------------------------------------------------------------------
 
-    def _run(self, act: Callable[[], None]) -> None:
+    def _run(self, act: Callable[_Given, None], *given: _Given.args, **named: _Given.kwargs) -> None:
         """Do it now, or after what is being done."""
-        self._todo.append(act)
         if self._running:
+            self._todo.append(partial(act, *given, **named))
             return
         self._running = True
         try:
+            act(*given, **named)
             while self._todo:
                 self._todo.popleft()()
         finally:
@@ -331,13 +341,16 @@ class Orchestrator:
         if bound is None:
             self._stale("input", key, told)
             return
-        self._trace.note("told", key, told)
+        if self._is_traced:
+            self._trace.note("told", key, told)
         self._perform(bound, bound.session.handle(told, self._clock.now()))
 
     def _perform(self, bound: _Bound, effects: list[Effect]) -> None:
         post: list[Effect] = []
+        traced = self._is_traced
         for effect in effects:
-            self._trace.note("does", bound.key, effect)
+            if traced:
+                self._trace.note("does", bound.key, effect)
             match effect:
                 case Emit() | Hold() | Unhold() | Replace() | SnapshotReady():
                     post.append(effect)
@@ -404,33 +417,60 @@ class Orchestrator:
         except UnroutableError:
             self._refuse(bound, submit, "unroutable")
             return
-        if self._seat_or_wait(bound, course.steps, submit) is None:
+        # Where there is a way, every stage has its seat.
+        if (bound.held or course not in bound.ways) and self._seat_or_wait(bound, course.steps, submit) is None:
             return
-        if submit.stamp.session != bound.key or submit.stamp[:4] in self._turns:
+        key = submit.stamp[:4]
+        if submit.stamp.session != bound.key or key in self._turns:
             raise IllegalEffectError(
                 f"session {bound.key} submits {submit.stamp}, which is not its own or runs already"
             )
-        turn = _Turn(submit.stamp, bound, course, submit.params, set(course.steps), set(submit.outputs))
-        self._turns[turn.key] = bound.turns[turn.key] = turn
-        openings: dict[str, Opening] = {}
-        for step in course.first:
-            self._open_part(turn, step, openings, submit.payload if step.stage == submit.entry else None)
+        turn = _Turn(submit.stamp, key, bound, course, submit.params, set(course.steps), set(submit.outputs))
+        self._turns[key] = bound.turns[key] = turn
+        self._open_parts(turn, course.first, submit.payload)
 
-    def _open_part(self, turn: _Turn, step: Step, openings: dict[str, Opening], payload: Payload | None = None) -> None:
-        """Open the stage's side of the turn, or have its producer, which is opened next, do it (`openings`)."""
-        bound = turn.bound
-        stage = step.stage
-        replica = bound.seats[stage]
-        slot, generation, epoch, number, _, _, deadline_ns = turn.stamp
-        stamp = Stamp._make((slot, generation, epoch, number, step.index, 0, deadline_ns))
-        turn.parts[stage] = _Part(replica, stamp)
-        routes = tuple([self._route(bound, edge, openings.get(edge.consumer)) for edge in step.edges])
-        if step.final:
-            routes += (Route(CLIENT, SERVER, self._limits.client_credits),)
-        if step.rides:
-            openings[stage] = Opening(replica.port.expect_turn(stage, stamp, routes), step.index, routes)
-        else:
-            replica.port.open_turn(stage, stamp, turn.params, routes, step.inputs, payload)
+    def _open_parts(self, turn: _Turn, steps: tuple[Step, ...], payload: Payload | None = None) -> None:
+        """Open the stages' sides of the turn, consumers first; those that ride are opened by their producers."""
+        bound, parts, stamp = turn.bound, turn.parts, turn.stamp
+        seats, client_credits = bound.seats, self._limits.client_credits
+        afters = []
+        for step in steps:
+            stage = step.stage
+            parts[stage] = part = _Part(seats[stage])
+            if step.rides:
+                afters.append(part.replica.port.expect_turn(stage, stamp, client_credits if step.final else 0))
+        routes = self._routes(bound, turn.course, steps, tuple(afters))
+        for step in steps:
+            if not step.rides:
+                stage = step.stage
+                parts[stage].replica.port.open_turn(
+                    stage,
+                    stamp if not step.index else stamp._replace(stage=step.index),
+                    turn.params,
+                    routes[stage],
+                    step.inputs,
+                    payload if step.entry else None,
+                )
+
+    def _routes(
+        self, bound: _Bound, course: Course, steps: tuple[Step, ...], afters: tuple[int, ...]
+    ) -> Mapping[str, tuple[Route, ...]]:
+        """Each stage's routes. `afters` is what the workers answered that expect a turn."""
+        way = bound.ways.get(course)
+        if way is not None and way.steps is steps and way.afters == afters:
+            return way.routes
+        routes: dict[str, tuple[Route, ...]] = {}
+        openings: dict[str, Opening] = {}
+        after = iter(afters)
+        for step in steps:
+            onward = [self._route(bound, edge, openings.get(edge.consumer)) for edge in step.edges]
+            if step.final:
+                onward.append(Route(CLIENT, SERVER, self._limits.client_credits))
+            routes[step.stage] = tuple(onward)
+            if step.rides:
+                openings[step.stage] = Opening(next(after), step.index, routes[step.stage])
+        bound.ways[course] = _Way(steps, afters, routes)
+        return routes
 
     def _route(self, bound: _Bound, edge: EdgeSpec, opening: Opening | None = None) -> Route:
         receiver = bound.seats[edge.consumer]
@@ -460,10 +500,10 @@ class Orchestrator:
         turn.pending &= turn.parts.keys()
         for stage, part in turn.parts.items():  # in the order of opening, so that a run can be repeated
             if stage in turn.pending:
-                part.replica.port.abort(stage, part.stamp)
+                part.replica.port.abort(stage, turn.stamp)
         if turn.pending:
             at_ns = self._clock.now() + self._limits.abort_deadline_ms * NS_PER_MS
-            turn.deadline = self._clock.call_at(at_ns, partial(self._run, partial(self._abort_lapsed, turn)))
+            turn.deadline = self._clock.call_at(at_ns, partial(self._run, self._abort_lapsed, turn))
         else:
             self._forget(turn)
 
@@ -482,7 +522,7 @@ class Orchestrator:
         turn = self._turns.get(credit.stamp[:4])
         part = turn.parts.get(credit.stage) if turn is not None else None
         if turn is not None and part is not None and not turn.over:
-            part.replica.port.credit(credit.stage, part.stamp, credit.units)
+            part.replica.port.credit(credit.stage, turn.stamp, credit.units)
 
     def _wake(self, bound: _Bound, at_ns: int) -> None:
         bound.wake_at = at_ns
@@ -491,7 +531,7 @@ class Orchestrator:
                 return  # it finds the later time when it fires: most leases are only ever prolonged
             bound.timer.cancel()
         bound.timer_at = at_ns
-        bound.timer = self._clock.call_at(at_ns, partial(self._run, partial(self._woke, bound)))
+        bound.timer = self._clock.call_at(at_ns, partial(self._run, self._woke, bound))
 
     def _woke(self, bound: _Bound) -> None:
         if bound.key not in self._bound:
@@ -548,8 +588,10 @@ class Orchestrator:
             # Which of the two hears first of a death, its neighbour or we, is chance, and no client's concern.
             self._fail(turn, stage, "replica_lost" if reason == "peer_lost" else reason)
         else:
-            self._hand_on(turn, stage)
-            if turn.course.steps[stage].final and not turn.over:
+            step = turn.course.steps[stage]
+            if step.keeps:
+                self._hand_on(turn, stage)
+            if step.final and not turn.over:
                 turn.unfinished.discard(stage)
                 self._tell(turn.bound.key, StageEnded(stamp, stage, outcome, reason))
             if not turn.unfinished:
@@ -557,20 +599,19 @@ class Orchestrator:
                 self._abort(turn)
 
     def _hand_on(self, turn: _Turn, stage: str) -> None:
-        """The stage has finished: open what waits for it and let it send what it kept."""
+        """The stage has finished and keeps output: open what waits for it and let it send that."""
         bound = turn.bound
-        openings: dict[str, Opening] = {}
-        for step in turn.course.later.get(stage, ()):
-            if step.stage in turn.parts:
-                continue
+        steps = tuple(step for step in turn.course.later.get(stage, ()) if step.stage not in turn.parts)
+        for step in steps:
             if any(self._seat(bound, name) is None for name in (step.stage, *(edge.consumer for edge in step.edges))):
                 self._fail(turn, step.stage, "replica_unavailable")
                 return
-            self._open_part(turn, step, openings)
+        if steps:
+            self._open_parts(turn, steps)
         for edge in turn.course.steps[stage].edges:
             if edge.handover is Handover.WHOLE:
                 part = turn.parts[stage]
-                part.replica.port.forward(stage, part.stamp, self._route(bound, edge))
+                part.replica.port.forward(stage, turn.stamp, self._route(bound, edge))
 
     def _fail(self, turn: _Turn, stage: str, reason: str) -> None:
         """The turn cannot come to its end: say so once, then stop what is left of it."""
@@ -616,6 +657,7 @@ class Orchestrator:
             self._vacancies.add(bound.key)
             return None
         bound.seats[stage] = replica
+        bound.ways.clear()
         bound.vacant.discard(stage)
         self._trace.note("bound", bound.key, (stage, replica.worker))
         replica.port.open_session(stage, bound.key, bound.params)
@@ -652,6 +694,7 @@ class Orchestrator:
     def _move(self, bound: _Bound, replica: Replica) -> list[str]:
         """The stages that lived there; each has another replica now, or waits for one."""
         stages = [stage for stage, seat in bound.seats.items() if seat is replica]
+        bound.ways.clear()
         for stage in stages:
             del bound.seats[stage]
         for stage in stages:
@@ -690,7 +733,7 @@ class Orchestrator:
         bound.held |= stages
         if bound.patience is None:
             at_ns = self._clock.now() + int(self._limits.replica_wait_s * NS_PER_S)
-            bound.patience = self._clock.call_at(at_ns, partial(self._run, partial(self._wait_lapsed, bound)))
+            bound.patience = self._clock.call_at(at_ns, partial(self._run, self._wait_lapsed, bound))
 
     def _resume(self, bound: _Bound) -> None:
         """Some stage has a replica again: do what waited for it, unless a part of its input is missing."""
@@ -698,7 +741,7 @@ class Orchestrator:
         if back:
             bound.lossy -= back
             for stage in sorted(back):
-                self._run(partial(self._tell, bound.key, StageLost(stage)))
+                self._run(self._tell, bound.key, StageLost(stage))
             self._lose_waiting(bound)
         for waiting in self._unqueue(bound):
             self._perform(bound, [waiting.effect])
@@ -740,7 +783,7 @@ class Orchestrator:
 
     def _refuse(self, bound: _Bound, submit: Submit, reason: str) -> None:
         ended = StageEnded(submit.stamp, submit.entry, Outcome.FAILED, reason)
-        self._run(partial(self._tell, bound.key, ended))
+        self._run(self._tell, bound.key, ended)
 
 
 def _hosted(turn: _Turn | None, stage: str, worker: WorkerId) -> _Part | None:

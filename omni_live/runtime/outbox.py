@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omni_live.connectors.contract import ConnectorError, Key, Stats, Ticket
 from omni_live.connectors.shm import Arena, Reader, segment_path
-from omni_live.runtime.layout import feeder_name, producer_name
+from omni_live.runtime.layout import owner_name, producer_name
 from omni_live.runtime.ports import CLIENT, WorkerId
 from omni_live.runtime.wire import (
     INLINE_BYTES,
@@ -33,6 +33,8 @@ CONTROL = -1
 MEDIA = -2
 """Where a message goes: a lane to the server, or a worker by its id."""
 
+_Hold = tuple[int, Freed]
+"""Something that we hold: whom it came from, and what it is called there."""
 Edge = tuple[str, str]
 """Producing stage, receiving stage."""
 
@@ -51,7 +53,14 @@ class Outbox:
         self._freed: dict[int, list[Freed]] = {}
         self._arenas: list[Arena] = []
         self._segments: dict[Edge, int] = {}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[tuple[int, int], Reader] = {}
+        """By who sends the tickets, and whose arenas they name."""
+        self._lent: dict[tuple[Freed, int], _Hold] = {}
+        """What was lent on: what the borrower will name, and who that is; and what it is to us."""
+        self._holds: dict[_Hold, int] = {}
+        """How many hold what was lent on, we ourselves included."""
+        self._spoilt: set[_Hold] = set()
+        """Of these, what somebody died with."""
 
     def take(self) -> list[tuple[int, Message]]:
         """Everything said since the last call, as (target, message)."""
@@ -79,22 +88,51 @@ class Outbox:
         holder = SERVER if receiver == CLIENT else worker
         return self._arena((stage, receiver)).put(Key(stamp.session, stamp.epoch, holder), payload)
 
+    def lend(self, source: int, ticket: Ticket, receiver: str, worker: int, payload: Payload) -> Ticket | None:
+        """A ticket for a payload whose body is what `ticket` of `source` names, as it lies there.
+
+        None where that worker has it already: what it gives back could not be told apart.
+        """
+        holder = SERVER if receiver == CLIENT else worker
+        owner = self._owner(source, ticket)
+        lent = (Freed(ticket.segment, ticket.offset, ticket.generation, owner), holder)
+        if lent in self._lent:
+            return None
+        hold = self._lent[lent] = (source, freed(ticket))
+        self._holds[hold] = self._holds.get(hold, 1) + 1
+        where = (ticket.segment, ticket.offset, ticket.nbytes, ticket.generation)
+        return Ticket(*where, payload.kind, dict(payload.meta), payload.arrays, owner)
+
     def release(self, source: int, tickets: list[Freed]) -> None:
         """The holder `source` is done with these tickets of ours."""
-        for segment, offset, generation in tickets:
+        for name in tickets:
             try:
-                self._arenas[segment].free(offset, generation, source)
-            except (ConnectorError, IndexError):
+                if name.owner:
+                    self._returned(name._replace(spoilt=False), source, name.spoilt)
+                else:
+                    self._arenas[name.segment].free(name.offset, name.generation, source)
+                    if name.spoilt:
+                        self._retire(name.segment)
+            except (ConnectorError, LookupError):
                 self.counts["tickets_invalid"] += 1
 
     def forget(self, holder: int) -> int:
-        """A holder is dead: free all it had."""
-        return sum(arena.forget(holder) for arena in self._arenas)
+        """A holder is dead: free all it had. It may have lent it to others, so that it is never written again."""
+        gone = 0
+        for segment, arena in enumerate(self._arenas):
+            had = arena.forget(holder)
+            if had:
+                gone += had
+                self._retire(segment)
+        lent = [name for name, borrower in self._lent if borrower == holder]
+        for name in lent:
+            self._returned(name, holder, spoilt=True)
+        return gone + len(lent)
 
     @property
     def tickets(self) -> int:
-        """Payloads of ours that somebody still reads, or will."""
-        return sum(arena.stats().tickets for arena in self._arenas)
+        """Payloads of ours, or lent on by us, that somebody still reads, or will."""
+        return sum(arena.stats().tickets for arena in self._arenas) + len(self._lent)
 
     def stats(self) -> dict[Edge, Stats]:
         return {edge: self._arenas[segment].stats() for edge, segment in self._segments.items()}
@@ -122,10 +160,10 @@ class Outbox:
 
     def open(self, source: int, ticket: Ticket) -> Payload:
         """What the ticket of `source` names, where it lies. Raises TicketInvalid."""
-        reader = self._readers.get(source)
+        key = (source, ticket.owner)
+        reader = self._readers.get(key)
         if reader is None:
-            name = feeder_name(self.worker) if source == SERVER else producer_name(source)
-            reader = self._readers[source] = Reader(self._directory, name)
+            reader = self._readers[key] = Reader(self._directory, owner_name(self._owner(source, ticket)))
         return reader.get(ticket)
 
     def read(self, source: int, body: Body, use: Callable[[Payload], None]) -> None:
@@ -139,8 +177,34 @@ class Outbox:
             self.free(source, body)
 
     def free(self, source: int, ticket: Ticket) -> None:
-        self._freed.setdefault(source, []).append(freed(ticket))
+        self._let_go((source, freed(ticket)))
 
     def close_reader(self, source: int) -> None:
         """A producer is dead. Views that were given out keep their mapping until they are dropped."""
-        self._readers.pop(source, None)
+        self._readers = {key: reader for key, reader in self._readers.items() if key[0] != source}
+
+    def _owner(self, source: int, ticket: Ticket) -> int:
+        return ticket.owner or (-self.worker if source == SERVER else source)
+
+    def _retire(self, segment: int) -> None:
+        """The arena takes nothing new; its edge gets another one."""
+        self._segments = {edge: of for edge, of in self._segments.items() if of != segment}
+        self._arenas[segment].retire()
+
+    def _returned(self, name: Freed, borrower: int, spoilt: bool) -> None:
+        hold = self._lent.pop((name, borrower))
+        if spoilt:
+            self._spoilt.add(hold)
+        self._let_go(hold)
+
+    def _let_go(self, hold: _Hold) -> None:
+        """One of those who hold it does no more; its owner hears of the last one."""
+        left = self._holds.pop(hold, 1) - 1
+        if left:
+            self._holds[hold] = left
+        else:
+            source, name = hold
+            if hold in self._spoilt:
+                self._spoilt.discard(hold)
+                name = name._replace(spoilt=True)
+            self._freed.setdefault(source, []).append(name)

@@ -20,7 +20,7 @@ from omni_live.config.plan import WorkerPlan
 from omni_live.connectors.contract import ConnectorError, Key, TicketInvalid
 from omni_live.connectors.shm import Arena, Reader, segment_path, unlink_segments
 from omni_live.runtime.fences import FenceTable
-from omni_live.runtime.layout import feeder_name, producer_name, socket_path
+from omni_live.runtime.layout import feeder_name, owner_name, producer_name, socket_path
 from omni_live.runtime.links import Link
 from omni_live.runtime.ports import CLIENT, Counters, Happenings, Route, Timer, WorkerId
 from omni_live.runtime.wire import (
@@ -179,9 +179,11 @@ class Process:
         self._control: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "control"))
         self._media: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "media"))
         self._order = 0
-        self._segments = {stage.name: number for number, stage in enumerate(plan.stages)}
-        self._arenas: dict[int, Arena] = {}
-        self._reader = Reader(directory, producer_name(worker))
+        self._arenas: list[Arena] = []
+        self._segments: dict[str, int] = {}
+        """Stage -> the arena that it is fed through now."""
+        self._readers: dict[int, Reader] = {}
+        """By whose arenas they read: the worker's own (0), or what it lends on."""
         self._freed: list[Freed] = []
         """Tickets of the worker that were read in this round."""
         self._turns: dict[tuple[str, tuple[int, int, int, int]], _Turn] = {}
@@ -342,7 +344,7 @@ class Process:
                 timer.cancel()
         self._control.close()
         self._media.close()
-        for arena in self._arenas.values():
+        for arena in self._arenas:
             arena.close()
         self._arenas.clear()
         unlink_segments(self._directory, feeder_name(self.worker))
@@ -389,17 +391,21 @@ class Process:
     def _body(self, stage: str, session: SessionKey, epoch: int, payload: Payload) -> Body:
         if payload.nbytes <= INLINE_BYTES or self._is_gone:
             return inline(payload)
-        segment = self._segments[stage]
         try:
-            arena = self._arenas.get(segment)
-            if arena is None:
-                path = segment_path(self._directory, feeder_name(self.worker), segment)
-                arena = self._arenas[segment] = Arena(path, segment, self._settings.arena_bytes)
-            return arena.put(Key(session, epoch, self.worker), payload)
+            return self._arena(stage).put(Key(session, epoch, self.worker), payload)
         except ConnectorError:
             # The server cannot wait for room. Its lanes' backlog bounds what goes this way.
             self._counters.count("arena_fallbacks")
             return inline(payload)
+
+    def _arena(self, stage: str) -> Arena:
+        segment = self._segments.get(stage)
+        if segment is None:
+            segment = len(self._arenas)
+            path = segment_path(self._directory, feeder_name(self.worker), segment)
+            self._arenas.append(Arena(path, segment, self._settings.arena_bytes))
+            self._segments[stage] = segment
+        return self._arenas[segment]
 
     # -- hearing
 
@@ -472,9 +478,17 @@ class Process:
         """The payload in the server's own memory, its ticket given back; None where the ticket is no good."""
         if isinstance(body, Inline):
             return unwrapped(body)
+        reader = self._readers.get(body.owner)
+        if reader is None:
+            name = owner_name(body.owner or self.worker)
+            reader = self._readers[body.owner] = Reader(self._directory, name)
         try:
-            payload = self._reader.get(body)
+            payload = reader.get(body)
         except TicketInvalid:
+            if body.owner:  # the owner is dead, which is no fault of this worker
+                self._counters.count("tickets_invalid")
+                self._let_go(body)
+                return None
             log.exception("event=bad_ticket worker=%d", self.worker)
             self._kill("bad_ticket")
             return None
@@ -487,10 +501,13 @@ class Process:
             self._freed.append(freed(body))
 
     def _release(self, tickets: list[Freed]) -> None:
-        for segment, offset, generation in tickets:
+        for name in tickets:
             try:
-                self._arenas[segment].free(offset, generation, self.worker)
-            except (KeyError, TicketInvalid):
+                self._arenas[name.segment].free(name.offset, name.generation, self.worker)
+                if name.spoilt:
+                    self._segments = {stage: of for stage, of in self._segments.items() if of != name.segment}
+                    self._arenas[name.segment].retire()
+            except (IndexError, TicketInvalid):
                 self._counters.count("tickets_invalid")
 
     # -- the watchdog

@@ -213,7 +213,9 @@ class Output:
             body = inline(payload)
         else:
             try:
-                body = outbox.put(turn.stage, self.receiver, stamp, self.worker, payload)
+                body = turn.lent(self.receiver, self.worker, payload) or outbox.put(
+                    turn.stage, self.receiver, stamp, self.worker, payload
+                )
             except ArenaFull:
                 outbox.counts["arena_waits"] += 1
                 return False
@@ -285,6 +287,7 @@ class StageTurn:
         "_opener",
         "_owed",
         "_upstream",
+        "_view",
         "carrier",
         "final",
         "floor",
@@ -345,6 +348,8 @@ class StageTurn:
         self._owed: dict[tuple[int, str], int] = {}
         """(worker, stage) of each remote producer under way, and the credit not given back to it yet."""
         self._borrowed: tuple[int, Ticket] | None = None
+        self._view: bytes | bytearray | memoryview = b""
+        """The borrowed body, as the engine has it."""
         self._credit: Credit | None = None
         """What was given back last, in the outbox's batch `_batch`."""
         self._batch = -1
@@ -475,6 +480,12 @@ class StageTurn:
             return payload
         return Payload(payload.kind, payload.meta, bytes(payload.body), payload.arrays)
 
+    def lent(self, receiver: str, worker: int, payload: Payload) -> Ticket | None:
+        """A ticket for a payload whose bytes are the borrowed input's, which need not be copied to be handed on."""
+        if self._borrowed is None or payload.body is not self._view:
+            return None
+        return self.outbox.lend(*self._borrowed, receiver, worker, payload)
+
     def end(self, outcome: Outcome, reason: str) -> None:
         """Report the end, in order behind everything the stage said."""
         self.is_reported = True
@@ -507,6 +518,7 @@ class StageTurn:
         except TicketInvalid as error:
             raise TurnError(self, "peer_lost") from error
         self._borrowed = (source, body)
+        self._view = payload.body
         return payload
 
     def _owe(self, chunk: Chunk, source: int) -> None:
@@ -531,6 +543,7 @@ class StageTurn:
         if self._borrowed is not None:
             self.outbox.free(*self._borrowed)
             self._borrowed = None
+            self._view = b""
 
     def _discard_input(self) -> None:
         self._let_go()

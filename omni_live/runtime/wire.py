@@ -49,6 +49,10 @@ class Freed(NamedTuple):
     segment: int
     offset: int
     generation: int
+    owner: int = 0
+    """As in the ticket."""
+    spoilt: bool = False
+    """Whoever had it died, and may have lent it to others, who read it still: that memory is never written again."""
 
 
 class WireStage(NamedTuple):
@@ -300,4 +304,4 @@ def unwrapped(body: Inline) -> Payload:
 
 
 def freed(ticket: Ticket) -> Freed:
-    return Freed(ticket.segment, ticket.offset, ticket.generation)
+    return Freed(ticket.segment, ticket.offset, ticket.generation, ticket.owner)

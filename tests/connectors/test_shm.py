@@ -190,6 +190,20 @@ def test_all_of_a_dead_holder_is_freed_and_nothing_else(arena: Arena) -> None:
     assert arena.stats().tickets == 2
 
 
+def test_a_retired_arena_goes_with_its_last_payload_and_is_never_written_again(arena: Arena, tmp_path: Path) -> None:
+    dead, living = (arena.put(Key(KEY.session, 1, holder), _payload(os.urandom(100))) for holder in (1, 2))
+    views = [Reader(tmp_path, "w1").get(ticket) for ticket in (dead, living)]
+    bytes_then = [bytes(view.body) for view in views]
+    arena.forget(1)
+    arena.retire()
+    assert segment_path(tmp_path, "w1", 0).exists()
+    arena.free(living.offset, living.generation, 2)
+    assert not segment_path(tmp_path, "w1", 0).exists()
+    assert [bytes(view.body) for view in views] == bytes_then
+    with pytest.raises(TicketInvalid):
+        arena.release(living)
+
+
 @given(data=st.data())
 def test_live_payloads_never_overlap_and_all_space_comes_back(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

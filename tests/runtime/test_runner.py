@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from omni_live.connectors.contract import Key, Ticket
-from omni_live.connectors.shm import Arena, segment_path
+from omni_live.connectors.shm import Arena, Reader, segment_path
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn, TurnError
 from omni_live.engines.fake import FakeEcho, FakeFailure
 from omni_live.runtime import runner
 from omni_live.runtime.fences import FenceTable
-from omni_live.runtime.layout import feeder_name, producer_name
+from omni_live.runtime.layout import feeder_name, owner_name, producer_name
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
 from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
 from omni_live.runtime.runner import NS_PER_S, Runner, RunnerLimits
@@ -381,6 +381,111 @@ def test_an_engine_may_end_before_its_input_does(stand: StandMaker) -> None:
     on.chunk("b", b"three")
     assert on.run() == [(UP, Credit("a", "b", STAMP, 1))]
     assert on.counts["late_chunks"] == 1
+
+
+# -- lending
+
+
+class Lender(Stand):
+    """Gets a large payload, which `b` hands on as it is."""
+
+    def get(self, *routes: Route, source: int = UP, owner: int = 0) -> tuple[Freed, list[Ticket]]:
+        """What we are to give back for it, and the tickets that `b` sends on."""
+        name = owner_name(owner or (-HERE if source == SERVER else source))
+        arena = Arena(segment_path(self.path, name, 0), 0, 1 << 20)
+        put = arena.put(Key(SESSION, 1, HERE), Payload("x", {}, BIG))
+        ticket = Ticket(put.segment, put.offset, put.nbytes, put.generation, put.kind, put.meta, put.arrays, owner)
+        self.open("b", *routes)
+        self.runner.receive(source, Chunk("a", "b", STAMP, ticket, last=True))
+        said = self.messages()
+        assert not [message for message in said if isinstance(message, Free)]
+        return freed(ticket), [m.body for m in said if isinstance(m, Chunk | Spoke) and isinstance(m.body, Ticket)]
+
+    def give_back(self, holder: int, ticket: Ticket) -> list[tuple[int, Message]]:
+        self.runner.receive(holder, Free([freed(ticket)]))
+        return self.run()
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Lender:
+    return Lender(tmp_path, {"b": echo()}, RunnerLimits(), 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("source", "owner", "lent_as"), [(UP, 0, UP), (SERVER, 0, -HERE), (UP, 42, 42), (UP, -42, -42)]
+)
+def test_what_is_handed_on_untouched_is_lent_where_it_lies(
+    lender: Lender, source: int, owner: int, lent_as: int
+) -> None:
+    ours, (ticket,) = lender.get(TO_DOWN, source=source, owner=owner)
+    assert freed(ticket) == Freed(ours.segment, ours.offset, ours.generation, lent_as)
+    assert lender.outbox.stats() == {}
+    assert lender.outbox.tickets == 1
+    assert lender.give_back(DOWN, ticket) == [(CONTROL if source == SERVER else source, Free([ours]))]
+    assert lender.outbox.tickets == 0
+
+
+def test_what_was_lent_goes_back_when_everybody_is_done_with_it(lender: Lender) -> None:
+    ours, (to_c, to_client) = lender.get(TO_DOWN, TO_CLIENT)
+    assert lender.give_back(SERVER, to_client) == []
+    assert lender.give_back(DOWN, to_c) == [(UP, Free([ours]))]
+
+
+def test_the_same_worker_gets_one_loan_and_then_a_copy(lender: Lender) -> None:
+    _, (lent, copied) = lender.get(TO_DOWN, TO_DOWN._replace(receiver="d"))
+    assert (lent.owner, copied.owner) == (UP, 0)
+
+
+def test_only_who_borrowed_gives_back_and_only_once(lender: Lender) -> None:
+    _, (ticket,) = lender.get(TO_DOWN)
+    assert lender.give_back(DOWN + 1, ticket) == []
+    assert len(lender.give_back(DOWN, ticket)) == 1
+    assert lender.give_back(DOWN, ticket) == []
+    assert lender.counts["tickets_invalid"] == 2
+
+
+def test_what_a_borrower_died_with_goes_back_as_spoilt_when_the_others_are_done_with_it(lender: Lender) -> None:
+    ours, (_, to_client) = lender.get(TO_DOWN, TO_CLIENT)
+    lender.runner.lost_receiver(DOWN)
+    assert lender.run() == []
+    assert lender.give_back(SERVER, to_client) == [(UP, Free([ours._replace(spoilt=True)]))]
+    assert lender.outbox.tickets == 0
+
+
+def test_that_something_is_spoilt_is_passed_on_to_its_owner(lender: Lender) -> None:
+    ours, (ticket,) = lender.get(TO_DOWN)
+    lender.runner.receive(DOWN, Free([freed(ticket)._replace(spoilt=True)]))
+    assert lender.run() == [(UP, Free([ours._replace(spoilt=True)]))]
+
+
+def test_what_came_back_spoilt_is_never_written_again(stand: StandMaker) -> None:
+    on = stand()
+    segments = []
+    for turn in (1, 2):
+        on.open("b", TO_DOWN, stamp=FENCE.stamp(turn))
+        on.feed("b", BIG, last=True, stamp=FENCE.stamp(turn))
+        (ticket,) = [m.body for m in on.messages() if isinstance(m, Chunk)]
+        assert isinstance(ticket, Ticket)
+        on.runner.receive(DOWN, Free([freed(ticket)._replace(spoilt=True)]))
+        segments.append(ticket.segment)
+    assert segments == [0, 1]
+    assert not list(on.path.glob(f"{producer_name(HERE)}.*"))
+
+
+def test_what_a_dead_holder_may_have_lent_on_is_never_written_again(stand: StandMaker) -> None:
+    on = stand()
+    on.open("b", TO_DOWN)
+    on.feed("b", BIG, last=True)
+    (first,) = [m.body for m in on.messages() if isinstance(m, Chunk)]
+    assert isinstance(first, Ticket)
+    body = Reader(on.path, producer_name(HERE)).get(first).body
+    on.runner.lost_receiver(DOWN)
+    on.open("b", TO_DOWN._replace(worker=WorkerId(9)), stamp=FENCE.stamp(2))
+    on.feed("b", b"o" * len(BIG), last=True, stamp=FENCE.stamp(2))
+    (second,) = [m.body for m in on.messages() if isinstance(m, Chunk)]
+    assert isinstance(second, Ticket)
+    assert second.segment != first.segment
+    assert body == BIG
 
 
 # -- order

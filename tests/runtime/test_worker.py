@@ -407,6 +407,35 @@ async def test_a_dead_receiver_fails_the_turns_that_send_to_it() -> None:
         assert on.heard(again) == [BIG]
 
 
+async def test_what_is_handed_on_untouched_lies_in_one_place_and_survives_the_death_of_who_lent_it() -> None:
+    async with house(*SPLIT) as on:
+        fences = [on.open(Fence(slot * 4, 1)) for slot in range(3)]
+        stamp = fences[0].stamp(1)
+        on.chain(stamp, "a", "b", "c", payload=Payload("x", {}, BIG))
+        await on.all_ended(stamp)
+        assert on.heard(stamp) == [BIG]
+        assert {path.name for path in on.directory.path.glob("*.0")} == {"s1.0"}  # nobody copied it further
+        stamps = [fence.stamp(2) for fence in fences]
+        for stamp in stamps:
+            on.chain(stamp, "a", "b", "c", payload=Payload("x", {}, BIG))
+        on.port("b").kill()
+        await on.until(lambda: on.exits)
+        for stamp in stamps:
+            for stage in "ac":
+                on.port(stage).abort(stage, stamp)
+        await on.until(lambda: all(on.ended(stage, stamp) for stage in "ac" for stamp in stamps))
+        again = fences[0].stamp(3)
+        on.chain(again, "a", payload=Payload("x", {}, BIG))
+        await on.until(lambda: on.ended("a", again))
+        assert on.heard(again) == [BIG]
+        for stage in "ac":
+            for fence in fences:
+                on.port(stage).close_session(stage, fence.stamp(0).session)
+            on.port(stage).drain()
+        await on.until(lambda: len(on.exits) == 3)
+        assert sorted(on.exits.values()) == ["exit:0", "exit:0", "killed"]  # nothing is held for the dead one
+
+
 async def test_a_stage_whose_producer_died_before_it_opened_the_turn_answers_the_abort() -> None:
     async with house(*SPLIT) as on:
         stamp = on.open(Fence(0, 1)).stamp(1)

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from omni_live.sessions.continuity import read_context
 from omni_live.sessions.conversation import Conversation
-from omni_live.sessions.exchange import Shape
 from omni_live.sessions.effects import (
     Abort,
     Count,
@@ -44,6 +43,7 @@ from omni_live.sessions.events import (
     TextDone,
     TurnDone,
 )
+from omni_live.sessions.exchange import Shape
 from omni_live.sessions.findings import (
     Finding,
     Heard,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from session_driver import BRISK, BRISK_DETECTION, FRAME, HEARS, QUIET, SPEAKS, Drive, Start, Voice, told
 
-from omni_live.sessions.exchange import SIDE_LANE, Shape
 from omni_live.sessions.effects import (
     Abort,
     Credit,
@@ -34,6 +33,7 @@ from omni_live.sessions.events import (
     TranscriptionDone,
     TranscriptionFailed,
 )
+from omni_live.sessions.exchange import SIDE_LANE, Shape
 from omni_live.sessions.ids import CountedIds
 from omni_live.sessions.inputs import (
     Attached,

@@ -198,19 +198,20 @@ class Desk:
         self._residents: dict[Seat, Client] = {}
 
     def ask(self, pipeline: str, admitted: Callable[[int], None], refused: Callable[[str], None]) -> int:
-        """`admitted` gets the place, which must be given back once; so must the place that is returned, if any."""
+        """`admitted` gets the place that is returned, which must be given back once; 0 where there is none."""
         asking = Asking(self.world.plan.cost(pipeline), admitted, refused)
         answer = self.admission.ask(asking.cost, self.world.now())
-        match answer:
-            case Admitted(place):
-                self._admit(place, asking)
-            case Queued(place, deadline_ns):
-                self._waiting[place] = asking
-                self.world.count("sim_queued")
-                self.world.post(deadline_ns, lambda: self._lapse(place))
-            case Refused(reason):
-                place = 0
-                refused(reason)
+        if isinstance(answer, Refused):
+            refused(answer.reason)
+            self._check()
+            return 0
+        place = answer.place
+        if isinstance(answer, Queued):
+            self._waiting[place] = asking
+            self.world.count("sim_queued")
+            self.world.post(answer.deadline_ns, lambda: self._lapse(place))
+        else:
+            self._admit(place, asking)
         self._check()
         return place
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from omni_live.runtime.ports import WorkerId
-from omni_live.sessions.exchange import SIDE_LANE
 from omni_live.sessions.effects import Emit, Hold, RaiseFence, Release, Submit, Unhold
 from omni_live.sessions.events import (
     AudioDelta,
@@ -39,6 +38,7 @@ from omni_live.sessions.events import (
     TurnDone,
     TurnSpoke,
 )
+from omni_live.sessions.exchange import SIDE_LANE
 from omni_live.sessions.inputs import Asked, ClientInput, EventAcked, Heartbeat, Input, StageLost
 from omni_live.sessions.items import Response, ResponseStatus
 from omni_live.sessions.session import FROM_CLIENT, Session
@@ -379,6 +379,8 @@ class Laws:
     def no_turn_lingers(self) -> None:
         """What was aborted is gone by the deadline, or its worker is. Asked now and then (G9)."""
         now, it = self.world.now(), self.world.it
+        for turn in it._turns.values():
+            assert turn.over or self.world.admits(turn.stamp), f"turn {turn.key} is stale and nobody stops it (G1)"
         over = {turn.key for turn in it._turns.values() if turn.over}
         self.lingering = {key: self.lingering.get(key, now) for key in over}
         most_ns = it._limits.abort_deadline_ms * 1_000_000

@@ -1,4 +1,4 @@
-"""Plain pipelines with whole and chunk edges, and clients that ask them for turns, cancel, drop their line and return."""
+"""Plain pipelines with whole and chunk edges, and clients that ask for turns, cancel, drop their line and return."""
 
 from __future__ import annotations
 

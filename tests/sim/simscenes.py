@@ -1,17 +1,17 @@
-"""What a seed plays: it draws a scene, plays it, lets calm return, and sees that everybody is served and nothing left."""
+"""What a seed plays: a scene is drawn and played, calm returns, everybody is served, and nothing is left."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from simclients import FAST, SLOW, STUCK, Client, Desk, Manners
+from simclients import FAST, SLOW, STUCK, Client, Desk, Manners, Pace
 from simplain import CHAIN, MAKE, MIXED, Asker
 from simtalk import Code2Wav, Ears, Habits, Talkative, Talker, Thinker
 from simworkers import Make
-from simworld import S, World
+from simworld import MS, S, World
 
 from omni_live.config.deploy import Deploy, PipelineDeploy, StageDeploy
 from omni_live.config.plan import Plan, plan
@@ -34,6 +34,7 @@ LIMITS = Limits(
     transcript_patience_s=3,
 )
 FAULTS = ("die", "stall", "lag", "repeat", "swap", "choke")
+LATE = Pace(20 * MS, 90 * MS, 4)
 SPECS = {spec.name: spec for spec in (CHAIN, MIXED, VOICE)}
 SOUND_MAKE: Mapping[str, Make] = {"ears": Ears(), "talker": Talker(), "code2wav": Code2Wav()}
 MAY_FAIL = {"sim_response_failed_timeout", "sim_turn_failed_stage_error"}
@@ -63,8 +64,8 @@ class Scene:
     limits: Limits = LIMITS
     most_of_each: int | None = None
     """Sessions of one pipeline, where that has a cap of its own."""
-    manners: Manners = Manners()
-    habits: Habits = Habits()
+    manners: Manners = field(default_factory=Manners)
+    habits: Habits = field(default_factory=Habits)
     wait_queue: int = 64
     wait_deadline_s: float = 10.0
     drains: bool = False
@@ -98,6 +99,7 @@ def _troubled(scene: Scene, chance: random.Random) -> Scene:
         replicas=chance.choice((1, 2, 2)),
         fused=chance.random() < 0.3,
         every_ns=chance.choice((S // 5, S // 2, S)),
+        manners=replace(scene.manners, closes=chance.choice((2, 12))),
     )
 
 
@@ -176,6 +178,14 @@ def _interrupts(chance: random.Random) -> Scene:
     return Scene("interrupts", people=2, seconds=4, manners=manners, habits=habits)
 
 
+def _corrections(chance: random.Random) -> Scene:
+    """What was heard is known late, and the turn that was made on something else begins anew."""
+    manners = Manners(paces=(LATE,), numbered=chance.choice((0, 1)), restless_ns=S // 5)
+    habits = Habits(reports=False, buffer_ms=200, speaks=10, hushes=20, types=30, frame_ms=50)
+    scene = Scene("corrections", people=2, seconds=3, manners=manners, habits=habits)
+    return replace(scene, faults=("lag",), every_ns=S // 8) if chance.random() < 0.7 else scene
+
+
 def _tentative(chance: random.Random) -> Scene:
     """People who hesitate: short speech, short pauses."""
     manners = Manners(restless_ns=chance.choice((S // 4, S // 2)), numbered=0)
@@ -224,6 +234,7 @@ SCENERY: Mapping[Scenery, int] = {
     _talk: 6,
     _talk_faults: 13,
     _interrupts: 9,
+    _corrections: 8,
     _tentative: 6,
     _verbs: 12,
     _both: 4,
@@ -284,6 +295,8 @@ class Faults:
                     worker.swap(0.1)
                 case "choke":
                     worker.choke()
+                case other:
+                    raise AssertionError(f"{other} is no fault")
         world.after(0, self.scene.every_ns, self._strike)
 
 
@@ -321,11 +334,12 @@ class Play:
     def _calm(self) -> None:
         """Nothing new is begun, and all that runs comes to its end."""
         world = self.world
+        world.laws.no_turn_lingers()
         for client in self.clients:
             client.leave()
         world.run(1.2)
         assert world.run_until(lambda: not any(worker.busy for worker in world.live()), 3), "a worker stalls for ever"
-        assert world.run_until(lambda: world.it.pools.is_ready(), 5), "the pools are never ready again (G9)"
+        assert world.run_until(world.it.pools.is_ready, 5), "the pools are never ready again (G9)"
         assert world.run_until(self._quiet, PATIENCE_S), f"{self._busy()} wait for turns that never end (G4, G9)"
         for client in self.clients:
             client.mend()

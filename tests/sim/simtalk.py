@@ -23,11 +23,11 @@ from omni_live.runtime.orchestrator import UnavailableError
 from omni_live.server.desk import Seat
 from omni_live.sessions.continuity import Message, read_context
 from omni_live.sessions.conversation import Conversation
-from omni_live.sessions.exchange import SIDE_LANE, Exchange, Shape
 from omni_live.sessions.effects import SnapshotReady
 from omni_live.sessions.events import (
     AudioDelta,
     AudioTranscriptDelta,
+    ContextDropped,
     ErrorTold,
     Event,
     ItemTruncated,
@@ -35,6 +35,7 @@ from omni_live.sessions.events import (
     ResponseDone,
     TextDelta,
 )
+from omni_live.sessions.exchange import SIDE_LANE, Exchange, Shape
 from omni_live.sessions.findings import (
     Finding,
     Heard,
@@ -62,7 +63,7 @@ from omni_live.sessions.inputs import (
     SnapshotAsked,
     TextAppended,
 )
-from omni_live.sessions.items import Item, Modality, ResponseStatus, Role
+from omni_live.sessions.items import Item, Modality, Response, ResponseStatus, Role
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.session import Session
 from omni_live.sessions.settings import Settings, TurnDetection
@@ -231,6 +232,14 @@ class Talker(Make):
     compute_ns = (1 * MS, 20 * MS)
 
 
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """How far the sound of a turn has come."""
+
+    samples: int = 0
+    chars: int = 0
+
+
 class Code2Wav(Make):
     """A chunk of sound for each word, marked at its start and end."""
 
@@ -239,13 +248,13 @@ class Code2Wav(Make):
     def turn(self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload) -> Iterable[Payload]:
         del params
         text = str(payload.meta["text"])
-        turn, samples, chars = host.memory.get("wave", (None, 0, 0))  # type: ignore[misc]
-        if turn != stamp[:4]:
-            samples = chars = 0
+        waves = host.memory.setdefault("waves", {})
+        assert isinstance(waves, dict)
+        wave = waves.get(stamp[:4], Wave())
         pcm = array("h", [voice_of(host.session)]) * CHUNK_MS
-        marks = (samples, chars, samples + CHUNK_MS, chars + len(text))
-        host.memory["wave"] = (stamp[:4], samples + CHUNK_MS, chars + len(text))
-        return [Payload("pcm", {"text": text, "marks": marks}, pcm.tobytes())]  # type: ignore[dict-item]
+        after = waves[stamp[:4]] = Wave(wave.samples + CHUNK_MS, wave.chars + len(text))
+        marks = (wave.samples, wave.chars, after.samples, after.chars)
+        return [Payload("pcm", {"text": text, "marks": marks}, pcm.tobytes())]
 
 
 class WatchedTalk(Watched, Conversation):
@@ -261,6 +270,19 @@ class WatchedTalk(Watched, Conversation):
         for exchange in (self._exchange, self._tried, self._side):
             if exchange is not None:
                 assert len(exchange.reply.waiting) <= room, f"{len(exchange.reply.waiting)} chunks wait (G11)"
+
+    def _emit(self, event: Event, content: Stamp | None = None, nbytes: int = 0) -> None:
+        super()._emit(event, content, nbytes)
+        if isinstance(event, ResponseDone) and event.response.status is ResponseStatus.COMPLETED:
+            self._check_words(event.response)
+
+    def _check_words(self, done: Response) -> None:
+        """A reply that is done has every word of its turn, made on what the turn was given (G1, G4)."""
+        stamps = self.ledger.stamps[done.turn]
+        stamp = next(one for one in reversed(stamps) if (one.lane != SIDE_LANE) == done.in_conversation)
+        meant = "".join(words_of(done.turn, self.judge.meant[stamp[:4]]))
+        said = "" if done.item is None else done.item.text
+        assert said == meant, f"{self.ledger.name}: {done.id} is done with {said!r}, not {meant!r} (G1, G4)"
 
     def _submit(self, exchange: Exchange, messages: list[Message]) -> None:
         self.judge.meant[exchange.stamp[:4]] = [(message.role, message.text) for message in messages]
@@ -288,6 +310,8 @@ class WatchedTalk(Watched, Conversation):
 class Player:
     """A client's loudspeaker: what came is played in real time, without gaps where it came in time."""
 
+    buffer_ms: int = 0
+    """It begins so long after the first of it came."""
     due: int = 0
     """Samples that came."""
     played_before: int = 0
@@ -300,14 +324,17 @@ class Player:
         return self.played_before
 
     def play(self, samples: int, now: int) -> None:
-        self.played_before, self.since_ns = self.at(now), now
+        if self.since_ns is None:
+            self.since_ns = now + self.buffer_ms * MS
+        else:
+            self.played_before, self.since_ns = self.at(now), max(now, self.since_ns)
         self.due += samples
 
     def at(self, now: int) -> int:
         """Samples played by now."""
         if self.since_ns is None:
             return self.played_before
-        return min(self.due, self.played_before + (now - self.since_ns) // MS)
+        return min(self.due, self.played_before + max(0, now - self.since_ns) // MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +352,9 @@ class Habits:
 
     acks: bool = True
     """Says how far it has played what it got."""
+    reports: bool = True
+    """Says it now and then; else only of what was cut."""
+    buffer_ms: int = 0
     exact: bool = False
     """Its line is such that what the server says was heard is what was played, to one chunk."""
     text: bool = False
@@ -333,6 +363,7 @@ class Habits:
     """Forks, takes snapshots and goes back to them."""
     fussy: int = 4
     """Weight of commands in the middle of talk."""
+    types: int = 4
     speaks: int = 30
     hushes: int = 40
     frame_ms: int = 32
@@ -372,7 +403,7 @@ class Talkative(Client):
         self._cut_last: tuple[str, Cut] | None = None
         """The item that was cut last since the server spoke."""
         self._truncated: set[str] = set()
-        """Items of which the client itself may have said how much of them counts, or that they do not."""
+        """Items of which the client itself may have said how much of them counts, and those that are gone."""
         self._speaking = False
         self._deaf_at = 0
         self._voice = 1 + int(world.draw() * 30_000)
@@ -413,7 +444,7 @@ class Talkative(Client):
         self.ended.clear()
         self.tickets.clear()
         self._microphone(self.session)
-        if self.habits.acks:
+        if self.habits.acks and self.habits.reports:
             self._tell_position(self.session)
 
     # -- the loops of its life
@@ -422,8 +453,9 @@ class Talkative(Client):
         acts: dict[Act, int] = {
             self.speak: self.habits.speaks,
             self.hush: self.habits.hushes,
-            self.type: 4,
+            self.type: self.habits.types,
             self.fuss: self.habits.fussy,
+            self.aside: self.habits.fussy // 3,
         }
         if self.habits.verbs:
             acts |= {self.fork: 5, self.take_snapshot: 8, self.restore: 8}
@@ -443,6 +475,11 @@ class Talkative(Client):
 
     def type(self) -> None:
         self.tell(TextAppended(f"typed at {self.world.now()}"))
+
+    def aside(self) -> None:
+        """Note something down and ask for an answer beside the conversation, whatever runs in it."""
+        self.tell(ItemCreateAsked(Item("", Role.USER, f"noted at {self.world.now()}", spoken=False)))
+        self.tell(RespondAsked(out_of_band=True))
 
     def fuss(self) -> None:
         item = next(reversed(self._responses), "no such item")
@@ -524,7 +561,7 @@ class Talkative(Client):
                 assert self.ledger is not None
                 own = voice_of(self.ledger.key).to_bytes(2, "little")
                 assert pcm == own * (len(pcm) // 2), f"{self.name} hears another session (G6)"
-                player = self._players.setdefault(response, Player())
+                player = self._players.setdefault(response, Player(self.habits.buffer_ms))
                 if not self.gap_to and not self.forgot:
                     assert start == player.due, f"{self.name}: sound from {start} after {player.due} (G7)"
                     assert not player.stopped, f"{self.name}: sound of {response}, which is cut (G1)"
@@ -538,9 +575,10 @@ class Talkative(Client):
                 self.ended.add(response.id)
                 if response.in_conversation:
                     self._last_status = response.status
-                self._check_words(event)
             case ItemTruncated(item, _, heard_ms, text):
                 self._cut(item, heard_ms, text)
+            case ContextDropped(items):
+                self._truncated.update(items)
             case ErrorTold("snapshot_in_progress"):
                 self.world.count("sim_snapshot_refused")
             case _:
@@ -549,17 +587,6 @@ class Talkative(Client):
     def answered(self) -> bool:
         """Whether the last reply that it heard of is a whole one."""
         return self._last_status is ResponseStatus.COMPLETED
-
-    def _check_words(self, done: ResponseDone) -> None:
-        """A reply that is done has every word of its turn (G4)."""
-        response, item = done.response, done.response.item
-        if response.status is ResponseStatus.COMPLETED:
-            assert self.ledger is not None
-            stamps = self.ledger.stamps[response.turn]
-            stamp = next(one for one in reversed(stamps) if (one.lane != SIDE_LANE) == response.in_conversation)
-            meant = "".join(words_of(response.turn, self.judge.meant[stamp[:4]]))
-            said = "" if item is None else item.text
-            assert said == meant, f"{self.name}: {response} is done with {said!r}, not {meant!r} (G1, G4)"
 
     def _cut(self, item: str, heard_ms: int, text: str) -> None:
         """The server cut a reply: stop playing it and say, once, how far it came."""

@@ -103,10 +103,7 @@ class SimTurn:
         return any(route.receiver == CLIENT for route in self.routes)
 
     def can_send(self) -> bool:
-        for route in self.routes:
-            if not route.whole and self.credits[route.receiver] <= 0:
-                return False
-        return True
+        return not any(self.credits[route.receiver] <= 0 and not route.whole for route in self.routes)
 
     def can_move(self) -> bool:
         return self.can_send() if self.made else bool(self.inbox) or self.inputs <= 0
@@ -154,7 +151,7 @@ class SimWorker:
         self._stepping = False
         self._choked = False
         self._draining = False
-        world.after(MS, 80 * MS, self._loaded)
+        world.after(MS, (600 if world.chance(0.15) else 80) * MS, self._loaded)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -231,8 +228,8 @@ class SimWorker:
             self._take(self.stages[stage], turn, Unit(payload, True))
         self._call(lambda: self._open_turn(self.stages[stage], turn))
 
-    def expect_turn(self, stage: str, stamp: Stamp, routes: tuple[Route, ...]) -> int:
-        del stage, stamp, routes
+    def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
+        del stage, stamp, client_credits
         return self._called
 
     def forward(self, stage: str, stamp: Stamp, route: Route) -> None:
@@ -369,11 +366,12 @@ class SimWorker:
         if unit.payload is None:
             return
         host = stage.hosts[turn.stamp.session]
+        if self._choked and stage.make.chokes and not turn.params["side"]:
+            self._choked = False
+            host.memory = {"choked": True}
+            self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
+            return
         try:
-            if self._choked and stage.make.chokes and not turn.params["side"]:
-                self._choked = False
-                host.memory = {"choked": True}
-                raise BrokenError
             turn.made.extend(stage.make.turn(host, turn.stamp, turn.params, unit.payload))
         except BrokenError:
             self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
@@ -417,9 +415,7 @@ class SimWorker:
         lane = self._media if turn.final else self._control
         lane.send(lambda: self.world.it.ended(self.worker, stage.name, turn.stamp, outcome, reason))
 
-    def _never_opened(
-        self, stage: SimStage, stamp: Stamp, reason: str, outcome: Outcome = Outcome.INCOMPLETE
-    ) -> None:
+    def _never_opened(self, stage: SimStage, stamp: Stamp, reason: str, outcome: Outcome = Outcome.INCOMPLETE) -> None:
         """A turn that has not begun here ends here all the same, and never begins."""
         stage.over.add(stamp[:4])
         self._drop_early(stage, stamp)

@@ -28,8 +28,6 @@ LEAST_DELAY_NS = 20 * US
 DELAYS_NS = 2 * MS
 """A message between two processes takes the least and up to so much more."""
 
-LATE_BOUND_NS = 10 * MS
-
 Act = Callable[[], None]
 
 
@@ -91,7 +89,9 @@ class Lane:
 class World:
     """Clock, fence table, spawner, counters and trace of one simulated server, and the server itself."""
 
-    def __init__(self, plan: Plan, seed: int, make: Mapping[str, Make], say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, make: Mapping[str, Make], say: Callable[[str], None] | None = None
+    ) -> None:
         self.make = make
         self.random = random.Random(seed)  # a schedule, no secret
         self.draw = self.random.random

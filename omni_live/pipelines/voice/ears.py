@@ -141,7 +141,7 @@ class Ears:
         detection = TurnDetection(
             threshold=param_real(meta, "threshold", 0.5),
             prefix_padding_ms=param_int(meta, "prefix_padding_ms", 300),
-            silence_duration_ms=param_int(meta, "silence_duration_ms", 720),
+            silence_duration_ms=param_int(meta, "silence_duration_ms", 736),
             speculative_ms=param_int(meta, "speculative_ms", 96),
             min_speech_ms=param_int(meta, "min_speech_ms", 96),
         )
