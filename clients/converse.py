@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from omni_live.clients.clock import MS, Clock, MonotonicClock, S
+from omni_live.clients.duplex import SessionLost
 from omni_live.clients.duplex_events import Event, OverlapDecision, ReplyEnded, SpeechStarted
 from omni_live.clients.duplex_wire import BadFrame, Fields
 from omni_live.clients.jitter import Pcm
@@ -185,6 +186,9 @@ async def converse(
             if task.done():
                 task.result()
         await acknowledge(session, player)
+    except SessionLost as lost:
+        if lost.code != "session_closed":  # whichever of the two notices first that the server closed it
+            raise
     finally:
         for task in tasks:
             task.cancel()
