@@ -10,6 +10,8 @@ from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey
 
+_FAULTS = frozenset({"fail", "raise", "crash", "stall"})
+
 
 class FakeFailure(RuntimeError):
     """What the fake raises where a real engine would have a bug."""
@@ -100,7 +102,8 @@ class FakeEcho:
                 if turn.exhausted():
                     self._finish(turn, Outcome.DONE)
                 return False
-            _act_out(payload.kind, turn)
+            if payload.kind in _FAULTS:
+                _act_out(payload.kind, turn)
             echo.taken += 1
             echo.payload, echo.steps, echo.copies = payload, self._steps, self._multiply
         echo.steps -= 1

@@ -1,8 +1,9 @@
 """Which stages a turn runs on, and in which order they are opened.
 
-A turn runs on the stages that lie on a path from its entry to one of its outputs. Consumers are opened before their
-producers, so that nothing is made before there is a place for it. A stage that is fed by whole edges alone waits: its
-replica is looked up and its turn opened when a producer has ended.
+A turn runs on the stages that lie on a path from its entry to one of its outputs. Nothing is made before there is a
+place for it: a stage with one producer, which hands on chunks, is opened by that producer before it makes anything, so
+that a chain costs the server one message (`Step.rides`); others are opened here, consumers before their producers. A
+stage that is fed by whole edges alone waits: its replica is looked up and its turn opened when a producer has ended.
 """
 
 from collections.abc import Mapping

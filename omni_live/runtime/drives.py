@@ -124,7 +124,7 @@ class InlineDrive:
 
     def _run(self) -> None:
         runner = self._runner
-        if runner.step() and runner.step():
+        if runner.step():
             until_ns = time.monotonic_ns() + _SLICE_NS
             while runner.step():
                 if time.monotonic_ns() > until_ns:

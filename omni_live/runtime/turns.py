@@ -21,7 +21,6 @@ from omni_live.runtime.wire import (
     OpenTurn,
     Spoke,
     inline,
-    unwrapped,
 )
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
@@ -177,13 +176,6 @@ class Output:
             self._kept -= payload.nbytes
         self._end()
 
-    def finish(self) -> None:
-        """The turn is finished: its end follows what waits."""
-        if self._queue or self.held:
-            self.pump()
-        else:
-            self._end()
-
     def drop(self) -> None:
         self._queue = ()
 
@@ -209,7 +201,7 @@ class Output:
             return True
         outbox = turn.outbox
         body: Body
-        if payload.nbytes <= INLINE_BYTES:
+        if (len(payload.body) if type(payload.body) is bytes else payload.nbytes) <= INLINE_BYTES:
             body = inline(payload)
         else:
             try:
@@ -256,7 +248,9 @@ class Output:
         self.is_settled = True
         turn.unsettled -= 1
         outcome, reason = turn.final
-        through = turn.handed_on() if turn.carrier is self else ()
+        through: tuple[End, ...] = ()
+        if turn.carrier is self:
+            through = (*turn.through, End(turn.outbox.worker, turn.stage, outcome, reason))
         unsent = self._unsent if self._batch == turn.outbox.batch else None
         self._unsent = None
         if self.is_local:
@@ -324,7 +318,7 @@ class StageTurn:
         self.params = params
         self.floor = floor
         self.outbox = outbox
-        self.outputs: tuple[Output, ...] = ()
+        self.outputs: list[Output] = []
         self.unsettled = 0
         """Outputs whose receiver was not told yet that this was all."""
         self.has_client = False
@@ -366,7 +360,12 @@ class StageTurn:
         if isinstance(item, Handed):
             item.output.give(1)
             return item.payload
-        return self._open(item, source)
+        if self._owed:
+            self._owe(item, source)
+        body = item.body
+        if isinstance(body, Inline):
+            return Payload(body.kind, body.meta, body.body, body.arrays)
+        return self._open(body, source)
 
     def waiting(self) -> int:
         return len(self._inbox)
@@ -416,7 +415,7 @@ class StageTurn:
             if self.carrier is None:
                 self.end(outcome, reason)
         for output in self.outputs:
-            output.finish()
+            output.pump()
         if not self.outputs:
             self.floor.settled(self)
         elif self.unsettled:
@@ -427,13 +426,12 @@ class StageTurn:
 
     # -- the runner's side
 
-    def send_to(self, outputs: tuple[Output, ...]) -> None:
-        """Set where the output goes; before the engine sees the turn."""
-        self.outputs = outputs
-        self.unsettled = len(outputs)
-        for output in outputs:
-            if output.receiver == CLIENT:
-                self.has_client = True
+    def send_to(self, output: Output) -> None:
+        """Add a receiver; before the engine sees the turn."""
+        self.outputs.append(output)
+        self.unsettled += 1
+        if output.receiver == CLIENT:
+            self.has_client = True
 
     @property
     def awaits_forward(self) -> bool:
@@ -492,10 +490,6 @@ class StageTurn:
         lane = MEDIA if self.has_client else CONTROL
         self.outbox.say(lane, Ended(self.stage, self.stamp, outcome, reason, self.through))
 
-    def handed_on(self) -> tuple[End, ...]:
-        """Our own end and those that came through us."""
-        return (*self.through, End(self.outbox.worker, self.stage, *self.final))
-
     def void(self) -> None:
         """Nothing of the turn matters any more."""
         self.life = _OVER
@@ -505,19 +499,14 @@ class StageTurn:
 
     # -- inside
 
-    def _open(self, chunk: Chunk, source: int) -> Payload:
-        if self._owed:
-            self._owe(chunk, source)
-        body = chunk.body
-        if isinstance(body, Inline):
-            return unwrapped(body)
-        if body is None:
+    def _open(self, ticket: Ticket | None, source: int) -> Payload:
+        if ticket is None:
             raise TypeError("a chunk without a body is never queued")
         try:
-            payload = self.outbox.open(source, body)
+            payload = self.outbox.open(source, ticket)
         except TicketInvalid as error:
             raise TurnError(self, "peer_lost") from error
-        self._borrowed = (source, body)
+        self._borrowed = (source, ticket)
         self._view = payload.body
         return payload
 
