@@ -5,6 +5,7 @@ its two kinds, `Conversation` (people who talk) and `PlainSession` (one payload 
 """
 
 import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -49,7 +50,7 @@ Rule = Callable[[Any], None]
 """Takes the input it is listed under; the table ties type to method."""
 
 
-class Session:
+class Session(ABC):
     """Base of the session kinds. Not thread-safe: one writer, the orchestrator."""
 
     def __init__(self, session_id: str, slot: int, generation: int, limits: Limits, ids: Ids, now: int) -> None:
@@ -135,22 +136,23 @@ class Session:
     # -- what the kinds add --------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether a turn runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _greet(self) -> Event | None:
         """The first event of a fresh attachment."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _welcome_back(self, replay: Replay) -> list[Event]:
         """The first events of a resumed attachment."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end_turns(self, reason: str) -> None:
         """End whatever runs; fences are raised by then."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _settle(self) -> None:
         """After every input: release what may go out, finish what is complete."""
 

@@ -537,9 +537,8 @@ def test_a_move_that_the_table_does_not_know_is_our_own_bug(start: Start) -> Non
 
 
 def test_the_base_alone_is_no_session() -> None:
-    base = Session("sess_1", 0, 1, Limits(), lambda prefix: prefix, 0)
-    with pytest.raises(NotImplementedError):
-        base.handle(Heartbeat(), 0)
+    with pytest.raises(TypeError, match="abstract"):
+        Session("sess_1", 0, 1, Limits(), lambda prefix: prefix, 0)  # type: ignore[abstract]
 
 
 def test_a_plain_session_replays_its_output_too() -> None:
