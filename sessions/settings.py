@@ -13,7 +13,7 @@ class TurnDetection:
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 736
     """Silence after which a turn ends for certain, whatever the transcript looks like."""
-    min_silence_ms: int = 448
+    min_silence_ms: int = 480
     """Silence after which it ends where the running transcript looks finished."""
     speculative_ms: int = 96
     """Silence after which the turn is started tentatively; 0 never does."""

@@ -4,6 +4,7 @@ Belongs to the runner's thread. The runner writes messages in the order in which
 takes them all at once and writes them to sockets.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,11 @@ CONTROL = -1
 MEDIA = -2
 """Where a message goes: a lane to the server, or a worker by its id."""
 
+FREE_WAIT_NS = 5_000_000
+"""A ticket is given back with the next message that goes the same way, alone after so long."""
+FREE_SHARE = 8
+"""... or at once, where a part of an arena as large as one in so many waits to be given back."""
+
 _Hold = tuple[int, Freed]
 """Something that we hold: whom it came from, and what it is called there."""
 Edge = tuple[str, str]
@@ -42,7 +48,15 @@ Edge = tuple[str, str]
 class Outbox:
     """Messages on their way out, arenas of our own, readers of others'."""
 
-    def __init__(self, directory: Path, worker: WorkerId, arena_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        worker: WorkerId,
+        arena_bytes: int,
+        *,
+        free_wait_ns: int = FREE_WAIT_NS,
+        now: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self.batch = 0
         """Counts `take`: what was said in an earlier batch is gone and cannot be added to."""
         self.counts: Counter[str] = Counter()
@@ -50,13 +64,18 @@ class Outbox:
         self._directory = directory
         self._arena_bytes = arena_bytes
         self._said: list[tuple[int, Message]] = []
+        self._free_wait_ns = free_wait_ns
+        self._now = now
         self._freed: dict[int, list[Freed]] = {}
+        self._freed_bytes = 0
+        self.frees_ns = 0
+        """When `take` must be called for what is to be given back; 0 for never."""
         self._arenas: list[Arena] = []
         self._segments: dict[Edge, int] = {}
         self._readers: dict[tuple[int, int], Reader] = {}
         """By who sends the tickets, and whose arenas they name."""
-        self._lent: dict[tuple[Freed, int], _Hold] = {}
-        """What was lent on: what the borrower will name, and who that is; and what it is to us."""
+        self._lent: dict[tuple[Freed, int], tuple[_Hold, int]] = {}
+        """What was lent on: what the borrower will name, and who that is; what it is to us, and its bytes."""
         self._holds: dict[_Hold, int] = {}
         """How many hold what was lent on, we ourselves included."""
         self._spoilt: set[_Hold] = set()
@@ -65,8 +84,7 @@ class Outbox:
     def take(self) -> list[tuple[int, Message]]:
         """Everything said since the last call, as (target, message)."""
         if self._freed:
-            self._said.extend((CONTROL if source == SERVER else source, Free(f)) for source, f in self._freed.items())
-            self._freed = {}
+            self._give_back()
         said, self._said = self._said, []
         self.batch += 1
         return said
@@ -98,7 +116,8 @@ class Outbox:
         lent = (Freed(ticket.segment, ticket.offset, ticket.generation, owner), holder)
         if lent in self._lent:
             return None
-        hold = self._lent[lent] = (source, freed(ticket))
+        hold = (source, freed(ticket))
+        self._lent[lent] = (hold, ticket.nbytes)
         self._holds[hold] = self._holds.get(hold, 1) + 1
         where = (ticket.segment, ticket.offset, ticket.nbytes, ticket.generation)
         return Ticket(*where, payload.kind, dict(payload.meta), payload.arrays, owner)
@@ -177,7 +196,7 @@ class Outbox:
             self.free(source, body)
 
     def free(self, source: int, ticket: Ticket) -> None:
-        self._let_go((source, freed(ticket)))
+        self._let_go((source, freed(ticket)), ticket.nbytes)
 
     def close_reader(self, source: int) -> None:
         """A producer is dead. Views that were given out keep their mapping until they are dropped."""
@@ -192,19 +211,32 @@ class Outbox:
         self._arenas[segment].retire()
 
     def _returned(self, name: Freed, borrower: int, spoilt: bool) -> None:
-        hold = self._lent.pop((name, borrower))
+        hold, nbytes = self._lent.pop((name, borrower))
         if spoilt:
             self._spoilt.add(hold)
-        self._let_go(hold)
+        self._let_go(hold, nbytes)
 
-    def _let_go(self, hold: _Hold) -> None:
+    def _let_go(self, hold: _Hold, nbytes: int) -> None:
         """One of those who hold it does no more; its owner hears of the last one."""
         left = self._holds.pop(hold, 1) - 1
         if left:
             self._holds[hold] = left
-        else:
-            source, name = hold
-            if hold in self._spoilt:
-                self._spoilt.discard(hold)
-                name = name._replace(spoilt=True)
-            self._freed.setdefault(source, []).append(name)
+            return
+        source, name = hold
+        if hold in self._spoilt:
+            self._spoilt.discard(hold)
+            name = name._replace(spoilt=True)
+        if not self._freed:
+            self.frees_ns = self._now() + self._free_wait_ns
+        self._freed.setdefault(source, []).append(name)
+        self._freed_bytes += nbytes
+
+    def _give_back(self) -> None:
+        """Say which tickets are free, to whom something is said anyway, or to all where it is time."""
+        everybody = self._freed_bytes * FREE_SHARE >= self._arena_bytes or self._now() >= self.frees_ns
+        woken = {target if target >= 0 else SERVER for target, _ in self._said}
+        for source in tuple(self._freed):
+            if everybody or source in woken:
+                self._said.append((CONTROL if source == SERVER else source, Free(self._freed.pop(source))))
+        if not self._freed:
+            self._freed_bytes = self.frees_ns = 0

@@ -22,7 +22,9 @@ from omni_live.connectors.shm import Arena, Reader, segment_path, unlink_segment
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import feeder_name, owner_name, producer_name, socket_path
 from omni_live.runtime.links import Link
+from omni_live.runtime.outbox import FREE_SHARE, FREE_WAIT_NS
 from omni_live.runtime.ports import CLIENT, Counters, Happenings, Route, Timer, WorkerId
+from omni_live.runtime.supervision import NS_PER_S
 from omni_live.runtime.wire import (
     FROM_WORKER,
     INLINE_BYTES,
@@ -185,7 +187,9 @@ class Process:
         self._readers: dict[int, Reader] = {}
         """By whose arenas they read: the worker's own (0), or what it lends on."""
         self._freed: list[Freed] = []
-        """Tickets of the worker that were read in this round."""
+        """Tickets of the worker that were read; given back as an outbox does it."""
+        self._freed_bytes = 0
+        self._freeing: Timer | None = None
         self._turns: dict[tuple[str, tuple[int, int, int, int]], _Turn] = {}
         self._happenings: Happenings | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -339,7 +343,7 @@ class Process:
             self._process.kill()
             await self._process.wait()
         self._is_gone = True
-        for timer in (self._watch, self._grace):
+        for timer in (self._watch, self._grace, self._freeing):
             if timer is not None:
                 timer.cancel()
         self._control.close()
@@ -378,6 +382,8 @@ class Process:
             self._counters.count("calls_unsendable")
             return False
         self._order += 1
+        if self._freed:
+            self._give_back()
         return True
 
     def _feed(self, stage: str, stamp: Stamp, body: Body, last: bool) -> None:
@@ -420,9 +426,17 @@ class Process:
                 self._ended(message.stage, message.stamp, message.outcome, message.reason, message.through)
             else:
                 self._heard_rarely(message, happenings)
-        if self._freed:
-            freed_now, self._freed = self._freed, []
-            self._control.send(Free(freed_now))
+        if self._freed_bytes * FREE_SHARE >= self._settings.arena_bytes:
+            self._give_back()
+        elif self._freed and self._freeing is None:
+            self._freeing = asyncio.get_running_loop().call_later(FREE_WAIT_NS / NS_PER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        if self._freeing is not None:
+            self._freeing.cancel()
+            self._freeing = None
+        freed_now, self._freed, self._freed_bytes = self._freed, [], 0
+        self._control.send(Free(freed_now))
 
     def _spoke(self, spoke: Spoke, happenings: Happenings) -> None:
         stage, stamp = spoke.stage, spoke.stamp
@@ -499,6 +513,7 @@ class Process:
     def _let_go(self, body: Body) -> None:
         if not isinstance(body, Inline):
             self._freed.append(freed(body))
+            self._freed_bytes += body.nbytes
 
     def _release(self, tickets: list[Freed]) -> None:
         for name in tickets:

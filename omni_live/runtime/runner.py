@@ -269,6 +269,8 @@ class Runner:
                 at = self._reported_ns + _REPORT_NS
         if self._early:
             at = min(at, self._expire_early())
+        if self._outbox.frees_ns:
+            at = min(at, self._outbox.frees_ns)
         for seat in self._seat_list:
             if seat.lingering:
                 at = min(at, self._expire_kept(seat))

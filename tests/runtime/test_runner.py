@@ -126,7 +126,7 @@ class Stand:
         self.path = path
         self.now = NS_PER_S
         self.fences = FenceTable.create(path / "fences", 16)
-        self.outbox = Outbox(path, HERE, arena)
+        self.outbox = Outbox(path, HERE, arena, free_wait_ns=0)
         self.runner = Runner(
             HERE, engines, self.fences, self.outbox, wake=lambda: None, limits=limits, now=lambda: self.now
         )
