@@ -125,6 +125,19 @@ class Asked:
     payload: Payload
     params: Mapping[str, Scalar] = field(default_factory=lambda: NO_META)
     request_id: str = ""
+    due_ms: float = 0.0
+    """So long after it was asked the answer is late; engines take the earliest first."""
+    latest: bool = False
+    """Whatever waits of the session is out of date: it ends as interrupted (`superseded`)."""
+
+
+@value
+class ResetAsked:
+    """Begin anew: the fence moves, what runs or waits ends as interrupted (`reset`), the stages forget the session."""
+
+    stages: tuple[str, ...]
+    """Those that keep something of it."""
+    event_id: str | None = None
 
 
 @value
@@ -239,6 +252,7 @@ ClientInput = (
     | Heartbeat
     | CloseAsked
     | Asked
+    | ResetAsked
     | CancelAsked
     | AudioAppended
     | AudioCommitted

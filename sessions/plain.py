@@ -3,17 +3,30 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from omni_live.sessions.effects import Count, Credit, Submit
+from omni_live.sessions.effects import Count, Credit, Feed, Submit
 from omni_live.sessions.events import ErrorTold, Event, ResyncRequired, TurnDone, TurnSpoke
 from omni_live.sessions.ids import Ids
-from omni_live.sessions.inputs import Asked, CancelAsked, Outcome, StageEnded, StageFound, StageLost, StageSpoke
+from omni_live.sessions.inputs import (
+    Asked,
+    CancelAsked,
+    Outcome,
+    ResetAsked,
+    StageEnded,
+    StageFound,
+    StageLost,
+    StageSpoke,
+)
 from omni_live.sessions.journal import Replay
 from omni_live.sessions.lease import SECOND
 from omni_live.sessions.limits import Limits
+from omni_live.sessions.payload import Payload
 from omni_live.sessions.session import Session
 from omni_live.sessions.stamp import Stamp
 from omni_live.sessions.turn import Cue, SessionState, TurnState, follow
 
+NS_PER_MS = 1_000_000
+RESET = Payload("reset")
+"""What a stage is fed that is to forget the session."""
 CUES = {Outcome.DONE: Cue.FINISHED, Outcome.INCOMPLETE: Cue.CUT_SHORT}
 
 
@@ -39,9 +52,11 @@ class PlainSession(Session):
         self._patience_ns = round(limits.turn_deadline_s * SECOND)
         self._turns = 0
         self._turn: PlainTurn | None = None
-        self._waiting: deque[Asked] = deque()
+        self._waiting: deque[tuple[Asked, int]] = deque()
+        """Requests and when each came."""
         self._rules |= {
             Asked: self._asked,
+            ResetAsked: self._reset_asked,
             CancelAsked: self._cancel_asked,
             StageSpoke: self._stage_spoke,
             StageEnded: self._stage_ended,
@@ -68,17 +83,20 @@ class PlainSession(Session):
         self._lease.touch(self._now)
         if self.state is SessionState.DRAINING:
             self._emit(ErrorTold("draining", "The server is going away.", input.request_id))
-        elif self._turn is None:
-            self._begin(input)
+            return
+        if input.latest:
+            self._drop_waiting("superseded")
+        if self._turn is None:
+            self._begin(input, self._now)
         elif len(self._waiting) < self.limits.mailbox_turns:
-            self._waiting.append(input)
+            self._waiting.append((input, self._now))
         else:
             self._effects.append(Count("mailbox_full"))
             self._emit(ErrorTold("mailbox_full", "Too many requests wait in this session.", input.request_id))
 
-    def _begin(self, asked: Asked) -> None:
+    def _begin(self, asked: Asked, since_ns: int) -> None:
         self._turns += 1
-        stamp = self.fences[0].stamp(self._turns, self._now)
+        stamp = self.fences[0].stamp(self._turns, since_ns + round(asked.due_ms * NS_PER_MS))
         self._turn = PlainTurn(asked, stamp, unfinished=set(asked.outputs), since_ns=self._now)
         self._effects.append(Submit(stamp, asked.entry, asked.outputs, asked.payload, asked.params))
 
@@ -134,13 +152,38 @@ class PlainSession(Session):
     def _cancel_asked(self, input: CancelAsked) -> None:
         self._lease.touch(self._now)
         turn = self._turn
-        if turn is None or input.response_id not in (None, turn.asked.request_id):
-            message = "Cancellation failed: no such turn is active."
-            self._emit(ErrorTold("response_cancel_not_active", message, input.event_id))
+        if turn is not None and input.response_id in (None, turn.asked.request_id):
+            self._cut(turn, "client_cancelled")
             return
+        for entry in self._waiting:
+            if entry[0].request_id == input.response_id:
+                self._waiting.remove(entry)
+                self._never_began(entry[0], "client_cancelled")
+                return
+        message = "Cancellation failed: no such turn is active."
+        self._emit(ErrorTold("response_cancel_not_active", message, input.event_id))
+
+    def _reset_asked(self, input: ResetAsked) -> None:
+        self._lease.touch(self._now)
+        turn = self._turn
+        if turn is not None:
+            self._cut(turn, "reset")
+        else:
+            self._raise_fence(0)
+        self._drop_waiting("reset")
+        self._effects.extend(Feed(stage, RESET) for stage in input.stages)
+
+    def _cut(self, turn: PlainTurn, reason: str) -> None:
         self._raise_fence(0)
         self._abort(turn.stamp)
-        self._finish(Cue.CUT, "client_cancelled")
+        self._finish(Cue.CUT, reason)
+
+    def _drop_waiting(self, reason: str) -> None:
+        while self._waiting:
+            self._never_began(self._waiting.popleft()[0], reason)
+
+    def _never_began(self, asked: Asked, reason: str) -> None:
+        self._emit(TurnDone(asked.request_id, 0, TurnState.INTERRUPTED.value, reason))
 
     def _finish(self, cue: Cue, reason: str) -> None:
         turn = self._turn
@@ -160,7 +203,7 @@ class PlainSession(Session):
                 return
             self._broke(turn, "timeout")
         if self._waiting:
-            self._begin(self._waiting.popleft())
+            self._begin(*self._waiting.popleft())
         elif self.state is SessionState.DRAINING:
             self._close("drained")
 
@@ -169,6 +212,4 @@ class PlainSession(Session):
         if turn is not None:
             self._abort(turn.stamp)
             self._finish(Cue.CUT, reason)
-        for asked in self._waiting:
-            self._emit(TurnDone(asked.request_id, 0, TurnState.INTERRUPTED.value, reason))
-        self._waiting.clear()
+        self._drop_waiting(reason)

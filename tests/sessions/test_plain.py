@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from session_driver import PlainDrive, S, closing, told
 
-from omni_live.sessions.effects import Abort, Credit, Emit, RaiseFence, Submit
+from omni_live.sessions.effects import Abort, Credit, Emit, Feed, RaiseFence, Submit
 from omni_live.sessions.events import ErrorTold, TurnDone, TurnSpoke
 from omni_live.sessions.inputs import (
     Asked,
@@ -18,6 +18,7 @@ from omni_live.sessions.inputs import (
     Detached,
     DrainAsked,
     Outcome,
+    ResetAsked,
     StageEnded,
     StageFound,
     StageLost,
@@ -25,6 +26,7 @@ from omni_live.sessions.inputs import (
 )
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.payload import Payload
+from omni_live.sessions.plain import RESET
 from omni_live.sessions.turn import TurnState
 
 
@@ -233,6 +235,67 @@ def test_findings_and_losses_are_none_of_a_plain_sessions_business() -> None:
     assert [status for _, status, _ in drive.ends] == ["done"]
 
 
+def test_a_reset_fences_aborts_ends_what_runs_and_waits_and_then_tells_the_stages() -> None:
+    drive = PlainDrive()
+    running, waiting = drive.ask(), drive.ask()
+    effects = drive.tell(ResetAsked(("first", "second")))
+    wanted = [effect for effect in effects if isinstance(effect, RaiseFence | Abort | Emit | Feed | Submit)]
+    assert [type(effect) for effect in wanted] == [RaiseFence, Abort, Emit, Emit, Feed, Feed]
+    assert [effect for effect in effects if isinstance(effect, Feed)] == [Feed("first", RESET), Feed("second", RESET)]
+    assert drive.ends == [(running, "interrupted", "reset"), (waiting, "interrupted", "reset")]
+
+
+def test_g1_what_was_made_before_a_reset_never_comes_after_it() -> None:
+    drive = PlainDrive()
+    drive.ask()
+    drive.tell(ResetAsked(("first",)))
+    drive.ask(request="new")
+    old, new = drive.submits
+    assert new.stamp.epoch > old.stamp.epoch
+    assert not told(drive.speak(old, 0))
+    assert told(drive.speak(new, 0))
+
+
+def test_a_reset_of_a_session_in_which_nothing_runs_moves_the_fence_too() -> None:
+    drive = PlainDrive()
+    effects = drive.tell(ResetAsked(("first",)))
+    assert [effect.fence.epoch for effect in effects if isinstance(effect, RaiseFence)] == [2]
+    assert drive.ends == []
+
+
+def test_the_latest_request_displaces_those_that_wait_and_not_the_one_that_runs() -> None:
+    drive = PlainDrive()
+    running, waiting = drive.ask(), drive.ask()
+    asked = Asked("first", frozenset({"third"}), Payload("request"), request_id="latest", latest=True)
+    drive.tell(asked)
+    assert drive.ends == [(waiting, "interrupted", "superseded")]
+    drive.end(drive.submits[0])
+    assert drive.ends[-1] == (running, "done", "")
+    assert len(drive.submits) == 2
+    drive.end(drive.submits[1])
+    assert drive.ends[-1] == ("latest", "done", "")
+
+
+def test_a_request_is_due_so_long_after_it_was_asked_however_long_it_waited() -> None:
+    drive = PlainDrive()
+    drive.ask()
+    asked_ns = drive.now
+    drive.tell(Asked("first", frozenset({"third"}), Payload("request"), due_ms=50.0))
+    drive.pass_ms(20)
+    drive.end(drive.submits[0])
+    assert drive.submits[1].stamp.deadline_ns == asked_ns + 50_000_000
+
+
+def test_a_request_that_waits_can_be_cancelled_by_its_name() -> None:
+    drive = PlainDrive()
+    running, waiting = drive.ask(), drive.ask()
+    drive.tell(CancelAsked(waiting))
+    assert drive.ends == [(waiting, "interrupted", "client_cancelled")]
+    drive.end(drive.submits[0])
+    assert drive.ends[-1] == (running, "done", "")
+    assert len(drive.submits) == 1
+
+
 class PlainMachine(RuleBasedStateMachine):
     """A client that asks, cancels and comes back, and stages that are right, late, twice, out of order or broken."""
 
@@ -317,6 +380,12 @@ class PlainMachine(RuleBasedStateMachine):
         request = f"request {self.drive.requests}" if named else None
         self.drive.tell(CancelAsked(request))
         assert len(self.drive.ends) - before <= running
+
+    @precondition(lambda self: not self.drive.session.closed)
+    @rule()
+    def reset(self) -> None:
+        self.drive.tell(ResetAsked(("second",)))
+        assert not self.drive.session.busy
 
     @precondition(lambda self: not self.drive.session.closed)
     @rule()

@@ -1,0 +1,1 @@
+"""The OpenPI door: robots that ask a policy for chunks of actions, over msgpack."""
