@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 
+from omni_live.bench import server
 from omni_live.bench.bare import Frames
 from omni_live.config.deploy import Deploy, PipelineDeploy
 from omni_live.config.plan import Plan, plan
@@ -34,7 +34,6 @@ from omni_live.sessions.turn import TurnState
 HOPS = 4
 """Server to first, second, third, and back."""
 TINY = Payload("bytes", body=b"x" * 32)
-_TICKS_S = os.sysconf("SC_CLK_TCK")
 
 Progress = Callable[[str, float], None]
 """What runs, and how far it is from 0 to 1."""
@@ -186,20 +185,8 @@ async def started(listen: str, onward: str) -> asyncio.subprocess.Process:
 
 
 def cpu_s() -> float:
-    """CPU seconds that this process and its children have used."""
-    total = 0.0
-    me = os.getpid()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            text = (entry / "stat").read_text(encoding="ascii", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        fields = text.rpartition(")")[2].split()
-        if int(entry.name) == me or int(fields[1]) == me:
-            total += (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return total
+    """CPU seconds that this process and its descendants have used."""
+    return server.cpu_s(server.process_tree(os.getpid()))
 
 
 @dataclass(slots=True)
@@ -238,7 +225,7 @@ async def measure(work: Work, progress: Progress) -> dict[str, float]:
         "bare_hop_us_p50": bare.p50_s / HOPS * 1e6,
         "bare_cpu_ms_per_request": bare.cpu_s_each * 1e3,
         "hop_ratio": tiny.p50_s / bare.p50_s,
-        "cpu_ratio": tiny.cpu_s_each / max(bare.cpu_s_each, 1 / _TICKS_S / len(bare.took_s)),
+        "cpu_ratio": tiny.cpu_s_each / bare.cpu_s_each,
         "runs": work.rounds,
         "load1_before": load_before,
         "load1_after": os.getloadavg()[0],

@@ -7,9 +7,7 @@ engines (no answer to a ping) ends in a kill, and `Happenings.exited` follows th
 
 import asyncio
 import logging
-import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +20,7 @@ from omni_live.connectors.shm import Arena, Reader, segment_path, unlink_segment
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import feeder_name, owner_name, producer_name, socket_path
 from omni_live.runtime.links import Link
+from omni_live.runtime.nursery import Child, Nursery
 from omni_live.runtime.outbox import FREE_SHARE, FREE_WAIT_NS
 from omni_live.runtime.ports import CLIENT, Counters, Happenings, Route, Timer, WorkerId
 from omni_live.runtime.supervision import NS_PER_S
@@ -110,11 +109,12 @@ class Processes:
         self._group: asyncio.TaskGroup | None = None
         self._happenings: Happenings | None = None
         self._stopping = asyncio.Event()
+        self._nursery = Nursery()
 
     async def run(self, happenings: Happenings) -> None:
         """Keep watch over workers until `stop`; no worker outlives this, however it ends."""
         self._happenings = happenings
-        async with asyncio.TaskGroup() as group:
+        async with self._nursery, asyncio.TaskGroup() as group:
             self._group = group
             unborn, self._unborn = self._unborn, []
             for process in unborn:
@@ -129,7 +129,9 @@ class Processes:
 
     def spawn(self, worker: WorkerId, role: int) -> "Process":
         plan = self._workers[role]
-        process = Process(worker, plan, self._directory, self._fences, self._counters, self._settings, self._living)
+        process = Process(
+            worker, plan, self._directory, self._fences, self._counters, self._settings, self._living, self._nursery
+        )
         if self._stopping.is_set():
             return process  # nobody is left to be told that it does not live
         if self._group is None or self._happenings is None:
@@ -169,6 +171,7 @@ class Process:
         counters: Counters,
         settings: ProcessSettings,
         siblings: Mapping[WorkerId, "Process"],
+        nursery: Nursery,
     ) -> None:
         self.worker = worker
         self.stages = ",".join(stage.name for stage in plan.stages)
@@ -178,6 +181,7 @@ class Process:
         self._counters = counters
         self._settings = settings
         self._siblings = siblings
+        self._nursery = nursery
         self._control: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "control"))
         self._media: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "media"))
         self._order = 0
@@ -192,7 +196,7 @@ class Process:
         self._freeing: Timer | None = None
         self._turns: dict[tuple[str, tuple[int, int, int, int]], _Turn] = {}
         self._happenings: Happenings | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self._killed_for = ""
         self._held = 0
         """Sessions and turns that are open there. While there are any, the worker is pinged."""
@@ -304,7 +308,7 @@ class Process:
 
     # -- starting and ending
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> Child:
         loop = asyncio.get_running_loop()
         theirs: list[socket.socket] = []
         try:
@@ -314,14 +318,7 @@ class Process:
                 await loop.create_unix_connection(partial(_itself, link), sock=ours)
             # Whatever was called before now went into the links ahead of this, which the worker expects and sorts out.
             self._control.send(self._configuration())
-            fds = [other.fileno() for other in theirs]
-            return await asyncio.create_subprocess_exec(
-                *_command(fds),
-                pass_fds=fds,
-                env=_environment(self._plan),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__ or asyncio.subprocess.DEVNULL,
-            )
+            return await self._nursery.bear(theirs, _environment(self._plan))
         finally:
             for other in theirs:
                 other.close()
@@ -339,7 +336,7 @@ class Process:
 
     async def _bury(self) -> None:
         """The process is gone, or goes now because nobody will watch it; with it goes what it left behind."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
             await self._process.wait()
         self._is_gone = True
@@ -357,7 +354,7 @@ class Process:
 
     def _kill(self, reason: str) -> None:
         self._killed_for = self._killed_for or reason
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
     def _lane_lost(self, lane: str, reason: str) -> None:
@@ -558,13 +555,7 @@ def _itself(link: Link[FromWorker]) -> Link[FromWorker]:
     return link
 
 
-def _command(fds: Sequence[int]) -> list[str]:
-    # A server that was kept from importing out of its working directory keeps its workers from it, too.
-    safe = ["-P"] if sys.flags.safe_path else []
-    return [sys.executable, *safe, "-m", "omni_live.runtime.worker", *map(str, fds), str(os.getpid())]
-
-
 def _environment(plan: WorkerPlan) -> dict[str, str]:
     threads = dict.fromkeys(_THREAD_VARIABLES, str(plan.threads))
     # Idle compute threads sleep: spinning ones (the default) take whole cores from the other workers.
-    return {**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", **plan.environment}
+    return {**threads, "OMP_WAIT_POLICY": "PASSIVE", **plan.environment}

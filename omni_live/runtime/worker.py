@@ -1,19 +1,15 @@
-"""The worker process: `python -m omni_live.runtime.worker CONTROL_FD MEDIA_FD SERVER_PID`.
+"""What a worker process runs.
 
-Started by process.py, which hands it two sockets. It learns over the control lane what to load, and ends when that
+Forked by the nursery, with two sockets. It learns over the control lane what to load, and ends when that
 lane closes, when the server dies, when it was drained, or when an engine raises something that names no turn.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
-import os
-import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +24,7 @@ from omni_live.runtime.layout import FENCES, socket_path
 from omni_live.runtime.links import Link
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
 from omni_live.runtime.ports import WorkerId
+from omni_live.runtime.prctl import set_title
 from omni_live.runtime.runner import Runner, RunnerLimits
 from omni_live.runtime.wire import (
     FROM_PRODUCER,
@@ -50,8 +47,6 @@ EXIT_CRASHED: Final = 70
 """An engine raised something that names no turn; os.EX_SOFTWARE."""
 EXIT_BAD_CONFIGURATION: Final = 78
 """An engine could not be imported or made; os.EX_CONFIG."""
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_NAME: Final = 15
 _LINGER_S: Final = 1.0
 """After draining, what was said may take so long to leave."""
 
@@ -114,7 +109,7 @@ class Worker:
             return self._exit.result()
         configure = self._configured.result()
         self._number, self._directory = WorkerId(configure.worker), Path(configure.directory)
-        _set_title(configure.title)
+        set_title(configure.title)
         try:
             drive = self._make_drive(configure)
         except BadEngine:
@@ -276,29 +271,7 @@ async def _live(control: socket.socket, media: socket.socket) -> int:
     return await Worker(control, media).run()
 
 
-def _set_title(title: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode()[:15], 0, 0, 0)
-
-
-def _die_with(server: int) -> None:
-    """Ask the kernel to kill this process when the server's dies, also while an engine is busy in native code."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it died before the request
-        os._exit(0)
-
-
-def main(arguments: Sequence[str]) -> int:
-    control_fd, media_fd, server = (int(argument) for argument in arguments)
-    _die_with(server)
-    # Ctrl-C in a terminal reaches all processes of the group; the server decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="level=%(levelname)s logger=%(name)s %(message)s")
+def live(control: socket.socket, media: socket.socket) -> int:
+    """Be a worker whose server is at the other end of these, until there is a reason to end; the exit status."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_live(socket.socket(fileno=control_fd), socket.socket(fileno=media_fd)))
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    logging.shutdown()
-    # A thread that is stuck in an engine's native code must not keep the process.
-    os._exit(status)
+        return runner.run(_live(control, media))

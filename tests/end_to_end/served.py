@@ -101,9 +101,11 @@ class Served:
     def workers(self) -> dict[str, list[int]]:
         """Title -> pids of the living worker processes."""
         found: dict[str, list[int]] = {}
-        for pid in _children(self.pid):
-            with contextlib.suppress(OSError):
-                found.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
+        for nursery in _children(self.pid):
+            for pid in _children(nursery):
+                with contextlib.suppress(OSError):
+                    found.setdefault(Path(f"/proc/{pid}/comm").read_text().strip(), []).append(pid)
+        found.pop("omni:nursery", None)  # forked a moment ago
         return found
 
     def worker(self, stage: str) -> int:

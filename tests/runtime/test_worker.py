@@ -383,7 +383,7 @@ async def test_a_stopped_worker_counts_as_hung() -> None:
         on.open(Fence(0, 1))
         process = on.port("a")._process
         assert process is not None
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         await on.until(lambda: on.exits)
         assert on.exits == {1: "hung"}
 
@@ -441,7 +441,7 @@ async def test_a_stage_whose_producer_died_before_it_opened_the_turn_answers_the
         stamp = on.open(Fence(0, 1)).stamp(1)
         process = on.port("a")._process
         assert process is not None
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         on.chain(stamp, "a", "b", "c", payload=Payload("x"))
         on.port("a").kill()
         await on.until(lambda: on.exits)
