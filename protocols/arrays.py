@@ -14,6 +14,7 @@ from omni_live.sessions.payload import NO_META, ArraySpec, Payload, Scalar
 
 DTYPES = frozenset({"|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"})
 """numpy's dtype.str of everything that travels: kinds b, i, u, f, up to 8 bytes an element."""
+_TYPES = {text: np.dtype(text) for text in DTYPES}
 _ALIGN = 8
 _MAX_DIMS = 32
 
@@ -35,12 +36,10 @@ def pack(kind: str, meta: Mapping[str, Scalar] = NO_META, /, **arrays: Array) ->
     if len(solid) == 1:
         only = next(iter(solid.values()))
         return Payload(kind, meta, only.reshape(-1).view(np.uint8).data, specs)
-    body = bytearray(sum(_padded(array.nbytes) for array in solid.values()))
-    offset = 0
+    parts: list[bytes | memoryview] = []
     for array in solid.values():
-        body[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8).data
-        offset += _padded(array.nbytes)
-    return Payload(kind, meta, body, specs)
+        parts += (array.reshape(-1).view(np.uint8).data, bytes(_padded(array.nbytes) - array.nbytes))
+    return Payload(kind, meta, b"".join(parts), specs)
 
 
 def array(payload: Payload, name: str) -> Array:
@@ -48,31 +47,35 @@ def array(payload: Payload, name: str) -> Array:
 
     Raises BadPayload where there is none of that name or where the body is too short for what the specs say.
     """
-    offset = 0
-    for spec in payload.arrays:
-        nbytes = _checked_nbytes(spec)
-        if offset + nbytes > payload.nbytes:
-            raise BadPayload(f"array {spec.name!r} reaches past the body")
-        if spec.name == name:
-            dtype = np.dtype(spec.dtype)
-            flat = np.frombuffer(payload.body, dtype, nbytes // dtype.itemsize, offset)
-            return flat.reshape(spec.shape)
+    found = arrays(payload).get(name)
+    if found is None:
+        raise BadPayload(f"a payload {payload.kind!r} without array {name!r}")
+    return found
+
+
+def arrays(payload: Payload) -> dict[str, Array]:
+    """All arrays of a payload by name, as `array` gives them. Raises BadPayload."""
+    found: dict[str, Array] = {}
+    offset, end = 0, payload.nbytes
+    for name, text, shape in payload.arrays:
+        dtype = _TYPES.get(text)
+        if dtype is None:
+            raise BadPayload(f"array {name!r} is of dtype {text!r}, which does not travel")
+        if len(shape) > _MAX_DIMS or (shape and min(shape) < 0):
+            raise BadPayload(f"array {name!r} has an impossible shape")
+        count = prod(shape)
+        nbytes = count * dtype.itemsize
+        if offset + nbytes > end:
+            raise BadPayload(f"array {name!r} reaches past the body")
+        found[name] = np.frombuffer(payload.body, dtype, count, offset).reshape(shape)
         offset += _padded(nbytes)
-    raise BadPayload(f"a payload {payload.kind!r} without array {name!r}")
+    return found
 
 
 def _spec(name: str, given: Array) -> ArraySpec:
     if given.dtype.str not in DTYPES:
         raise BadPayload(f"array {name!r} is of dtype {given.dtype.str}, which does not travel")
     return ArraySpec(name, given.dtype.str, given.shape)
-
-
-def _checked_nbytes(spec: ArraySpec) -> int:
-    if spec.dtype not in DTYPES:
-        raise BadPayload(f"array {spec.name!r} is of dtype {spec.dtype!r}, which does not travel")
-    if len(spec.shape) > _MAX_DIMS or any(length < 0 for length in spec.shape):
-        raise BadPayload(f"array {spec.name!r} has an impossible shape")
-    return prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def _padded(nbytes: int) -> int:

@@ -47,6 +47,10 @@ class Line(Protocol):
     def attachment(self) -> int:
         """The number of the attachment that this line stands for."""
 
+    @property
+    def token(self) -> str:
+        """What a resume of the session must show now; for doors whose clients have no tokens of their own."""
+
     def tell(self, input: Input) -> None:
         """Give the session an input; effects for the client reach the mailbox, perhaps before this returns."""
 
@@ -60,5 +64,8 @@ class Desk(Protocol):
         Raises Refused. A task cancelled meanwhile leaves nothing behind.
         """
 
-    def resume(self, session_id: str, token: str, seen: int, sent: int, mailbox: Mailbox, owner: str) -> Line:
-        """Attach to a session whose transport was lost (or is to be replaced). Raises ResumeRefused."""
+    def resume(self, session_id: str, token: str, seen: int | None, sent: int, mailbox: Mailbox, owner: str) -> Line:
+        """Attach to a session whose transport was lost (or is to be replaced). Raises ResumeRefused.
+
+        `seen` None: of what was said before, nothing is said again.
+        """

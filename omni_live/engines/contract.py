@@ -112,6 +112,8 @@ class EngineOptions:
     """A stage's options from the registry and the deploy file; the engine's constructor reads and checks them."""
 
     values: Mapping[str, Scalar]
+    replica: int = 0
+    """Number of the worker that it runs in; 0 outside of one."""
 
 
 class Engine(Protocol):

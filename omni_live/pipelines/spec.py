@@ -10,6 +10,7 @@ from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 
+from omni_live.protocols.openpi.contract import Contract
 from omni_live.sessions.payload import NO_META, Scalar
 
 
@@ -96,6 +97,8 @@ class PipelineSpec:
     """`model_type` values of model configurations that this pipeline runs; names of their own in the registry."""
     fused: tuple[tuple[str, ...], ...] = ()
     """Stages that share a worker unless the deploy file says otherwise."""
+    contract: Contract | None = None
+    """What a robot policy observes and how it acts; the OpenPI door serves the pipelines that have one."""
 
     def __post_init__(self) -> None:
         check(self)

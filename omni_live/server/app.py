@@ -21,15 +21,17 @@ _INTERNAL: Final = 1011
 class Doors:
     """HTTP and websockets on one port. `websockets` maps a path to the door that answers there."""
 
-    def __init__(self, http: App, websockets: Mapping[str, App]) -> None:
+    def __init__(self, http: App, websockets: Mapping[str, App], otherwise: App | None = None) -> None:
+        """`otherwise` answers websockets at every other path."""
         self._http = http
         self._websockets = websockets
+        self._otherwise = otherwise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
             return
-        door = self._websockets.get(scope["path"])
+        door = self._websockets.get(scope["path"], self._otherwise)
         if door is None:
             await receive()
             await send({"type": "websocket.http.response.start", "status": 404, "headers": []})
@@ -53,7 +55,7 @@ def http_app(
     """The HTTP routes. `unready` names what is not ready yet ("" for a server that is going away); empty is ready."""
 
     async def healthz(_: Request) -> Response:
-        return Response(status_code=200)
+        return Response("OK\n", media_type="text/plain")
 
     async def readyz(_: Request) -> Response:
         missing = list(unready())

@@ -136,6 +136,10 @@ class SessionLine:
     def settings(self) -> Settings:
         return self._seat.settings
 
+    @property
+    def token(self) -> str:
+        return self._seat.session.token
+
     def tell(self, input: Input) -> None:
         if self._seat.session.attachment != self.attachment:
             self._desk.metrics.count("input_after_replace")
@@ -198,7 +202,9 @@ class FrontDesk:
         self.orchestrator.tell(seat, Attached(1))
         return SessionLine(seat, 1, self)
 
-    def resume(self, session_id: str, token: str, seen: int, sent: int, mailbox: Mailbox, owner: str) -> SessionLine:
+    def resume(
+        self, session_id: str, token: str, seen: int | None, sent: int, mailbox: Mailbox, owner: str
+    ) -> SessionLine:
         seat = self._seats.get(session_id)
         if seat is None or seat.owner != owner:
             raise ResumeRefused("session_resume_expired", "There is no such session, or it is over.")

@@ -6,6 +6,8 @@ from omni_live.config.deploy import Door
 from omni_live.config.plan import Plan
 from omni_live.pipelines.spec import SessionKind
 from omni_live.protocols.duplex.asgi import DuplexDoor
+from omni_live.protocols.openpi.asgi import PATHS, OpenPiDoor
+from omni_live.protocols.openpi.contract import Contract
 from omni_live.server.auth import App
 from omni_live.server.desk import FrontDesk
 from omni_live.server.metrics import Metrics
@@ -17,7 +19,27 @@ def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[st
     conversing = models(plan, SessionKind.CONVERSATION)
     if Door.DUPLEX in plan.server.doors and conversing:
         doors["/v1/duplex"] = DuplexDoor(desk, plan.limits, conversing, metrics)
+    policies = contracts(plan)
+    if Door.OPENPI in plan.server.doors and policies:
+        door = OpenPiDoor(desk, plan.limits, policies, metrics)
+        for path in PATHS:
+            doors |= {path: door} | {f"{path.rstrip('/')}/{name}": door for name in policies}
     return doors
+
+
+def openpi_door(plan: Plan, desk: FrontDesk, metrics: Metrics) -> App | None:
+    """The door of the port that only OpenPI clients use; None where there is no policy for them."""
+    policies = contracts(plan)
+    return OpenPiDoor(desk, plan.limits, policies, metrics, any_path=True) if policies else None
+
+
+def contracts(plan: Plan) -> Mapping[str, Contract]:
+    """Every name a robot may call a policy by, and what it promises."""
+    found: dict[str, Contract] = {}
+    for spec in plan.pipelines:
+        if spec.contract is not None:
+            found |= dict.fromkeys((spec.name, *spec.model_types), spec.contract)
+    return found
 
 
 def models(plan: Plan, kind: SessionKind | None = None) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from omni_live.runtime.running import Runtime, running
 from omni_live.server.app import Doors, http_app
 from omni_live.server.auth import LOOPBACK_NAMES, App, Gate, Keys, is_loopback
 from omni_live.server.desk import FrontDesk
-from omni_live.server.doors import models, websocket_doors
+from omni_live.server.doors import models, openpi_door, websocket_doors
 from omni_live.server.metrics import Metrics
 from omni_live.server.uvicorn_protocols import WebSocket, http_with
 from omni_live.sessions.admission import NS_PER_S
@@ -142,12 +142,21 @@ async def serve(plan: Plan, say: Say, ready: Ready, stop: Stop | None = None) ->
         aside = None
         if server.metrics_port is not None:
             aside = sockets.enter_context(listen(server.host, server.metrics_port, limits))
+        robots = None
+        if server.openpi_port is not None:
+            robots = sockets.enter_context(listen(server.host, server.openpi_port, limits))
         sockets.enter_context(stop.on_signals())
         async with running(plan, metrics) as runtime:
             desk = FrontDesk(plan, runtime.orchestrator, runtime.slots, runtime.clock, metrics)
             metrics.watch(desk)
             http = _http(plan, runtime.orchestrator, desk, metrics)
-            ports = [Port(_gate(plan, Doors(http, websocket_doors(plan, desk, metrics))), listening, limits)]
+            frame_bytes = max(limits.client_frame_bytes, limits.openpi_frame_bytes)  # each door has its own bound, too
+            ports = [
+                Port(_gate(plan, Doors(http, websocket_doors(plan, desk, metrics))), listening, limits, frame_bytes)
+            ]
+            if robots is not None:
+                doors = Doors(http, {}, openpi_door(plan, desk, metrics))
+                ports.append(Port(_gate(plan, doors), robots, limits, frame_bytes))
             if aside is not None:
                 ports.append(Port(_gate(plan, Doors(http, {})), aside, limits))
             for port in ports:

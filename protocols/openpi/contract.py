@@ -76,7 +76,7 @@ class Contract:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Wire]) -> Self:
-        """The contract that a server's metadata states. Raises Faulty, which names the field that is missing or wrong."""
+        """The contract that a server's metadata states. Raises Faulty, which names a field that is missing or wrong."""
         fields = _map(metadata, "observation")
         return cls(
             embodiment=_text(metadata, "embodiment"),
@@ -117,7 +117,9 @@ class Contract:
             elif (other.shape, other.dtype) != (field.shape, field.dtype):
                 has = f"{other.dtype} of {other.shape}"
                 found.append(f"observation {field.key!r}: the policy wants {field.dtype} of {field.shape}, not {has}")
-        found += [f"text {key!r}: the policy wants it, the robot has none" for key in self.texts if key not in robot.texts]
+        found += [
+            f"text {key!r}: the policy wants it, the robot has none" for key in self.texts if key not in robot.texts
+        ]
         return found
 
     def checked(self, given: Mapping[str, object]) -> tuple[dict[str, Array], dict[str, str]]:
@@ -146,13 +148,14 @@ def _array(field: Field, value: object) -> Array:
         wants, has = list(field.shape), list(value.shape[:8])
         raise Faulty("bad_observation", f"{shown(field.key)} must have the shape {wants}, not {has}.", field.key)
     if field.dtype in _FLOATS:
-        if value.dtype.kind not in "fiu":
-            raise Faulty("bad_observation", f"{shown(field.key)} must be of real numbers.", field.key)
-        with np.errstate(over="ignore"):  # a float64 that is too large becomes infinite and is refused as such
-            value = value.astype(np.float32, copy=False)
+        if value.dtype != np.float32:
+            if value.dtype.kind not in "fiu":
+                raise Faulty("bad_observation", f"{shown(field.key)} must be of real numbers.", field.key)
+            with np.errstate(over="ignore"):  # a float64 that is too large becomes infinite and is refused as such
+                value = value.astype(np.float32)
         if not np.isfinite(value).all():
             raise Faulty("bad_observation", f"{shown(field.key)} holds a number that is not finite.", field.key)
-    elif value.dtype.str.lstrip("|<=") != np.dtype(field.dtype).str.lstrip("|<="):
+    elif value.dtype != field.dtype:
         raise Faulty("bad_observation", f"{shown(field.key)} must be of dtype {field.dtype}.", field.key)
     return value
 

@@ -123,9 +123,20 @@ class Connection:
         await self._hand(frame)
         return True
 
+    async def send_fresh(self, frame: Callable[[], Frame]) -> bool:
+        """As `send`, of what `frame` gives at the moment when the socket takes it."""
+        if not await self._writable(self._deadline_s):
+            return False
+        await self._hand(frame())
+        return True
+
     async def close(self, code: int, reason: str) -> None:
         if await self._writable(min(1.0, self._deadline_s)):
             await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+    def abort(self) -> None:
+        """Drop the connection now."""
+        self._transport.abort()
 
     async def converse(self, outbox: Outbox, encode: Encode, hear: Callable[[Frame], None]) -> None:
         """Give every frame to `hear` and send what the outbox holds, until either side ends it."""

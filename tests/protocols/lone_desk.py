@@ -1,4 +1,4 @@
-"""A desk with real conversations and no stages behind them, and a websocket that is made of two lists."""
+"""A desk with real sessions and no stages behind them, and a websocket that is made of two lists."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,8 +10,10 @@ from omni_live.protocols.websocket import OWNER_KEY, TRANSPORT_KEY
 from omni_live.sessions.conversation import Conversation
 from omni_live.sessions.effects import Effect, Emit, Feed, Hold, RaiseFence, Release, Replace, Unhold
 from omni_live.sessions.ids import CountedIds
-from omni_live.sessions.inputs import Attached, Input
+from omni_live.sessions.inputs import Attached, Detached, Input
 from omni_live.sessions.limits import Limits
+from omni_live.sessions.plain import PlainSession
+from omni_live.sessions.session import Session
 from omni_live.sessions.settings import Settings
 
 
@@ -37,11 +39,18 @@ class Meter:
         self.ended.append(why)
 
 
+class Nobody:
+    """The mailbox of a session whose transport is gone."""
+
+    def take(self, effects: list[Effect]) -> None:
+        """Nobody takes anything."""
+
+
 @dataclass
 class Lone:
     """One session, its mailbox, and everything it was told and wanted."""
 
-    session: Conversation
+    session: Session
     owner: str
     mailbox: Mailbox
     told: list[Input] = field(default_factory=list)
@@ -77,18 +86,26 @@ class LoneLine:
 
     @property
     def settings(self) -> Settings:
-        return self.lone.session.settings
+        session = self.lone.session
+        return session.settings if isinstance(session, Conversation) else Settings(model="plain")
+
+    @property
+    def token(self) -> str:
+        return self.lone.session.token
 
     def tell(self, input: Input) -> None:
         if self.attachment == self.lone.session.attachment:
+            if isinstance(input, Detached):
+                self.lone.mailbox = Nobody()
             self.lone.tell(input)
 
 
 class LoneDesk:
     """See omni_live.protocols.desk.Desk."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, plain: bool = False) -> None:
         self.limits = limits or Limits()
+        self.plain = plain
         self.sessions: list[Lone] = []
         self.refusal: Refused | None = None
         self.gate = asyncio.Event()
@@ -104,13 +121,17 @@ class LoneDesk:
         except asyncio.CancelledError:
             self.given_up += 1
             raise
-        session = Conversation(self._ids("sess"), len(self.sessions), 1, self.limits, self._ids, 0, settings)
+        session: Session
+        place = (self._ids("sess"), len(self.sessions), 1, self.limits, self._ids, 0)
+        session = PlainSession(*place) if self.plain else Conversation(*place, settings)
         lone = Lone(session, owner, mailbox)
         self.sessions.append(lone)
         lone.tell(Attached(1))
         return LoneLine(lone, 1)
 
-    def resume(self, session_id: str, token: str, seen: int, sent: int, mailbox: Mailbox, owner: str) -> LoneLine:
+    def resume(
+        self, session_id: str, token: str, seen: int | None, sent: int, mailbox: Mailbox, owner: str
+    ) -> LoneLine:
         for lone in self.sessions:
             if lone.session.session_id == session_id and lone.owner == owner:
                 code = lone.session.resumable(token)
@@ -127,10 +148,16 @@ class LoneDesk:
 class FakeSocket:
     """An ASGI websocket and its transport; the test is the client."""
 
-    def __init__(self, query: str = "model=voice", offered: tuple[str, ...] = (), owner: str = "") -> None:
+    def __init__(
+        self,
+        query: str = "model=voice",
+        offered: tuple[str, ...] = (),
+        owner: str = "",
+        path: str = "/v1/duplex",
+    ) -> None:
         self.scope: dict[str, Any] = {
             "type": "websocket",
-            "path": "/v1/duplex",
+            "path": path,
             "query_string": query.encode(),
             "headers": [],
             "subprotocols": list(offered),

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from omni_live.engines.payloads import DTYPES, Array, BadPayload, array, pack
+from omni_live.protocols.arrays import DTYPES, Array, BadPayload, array, pack
 from omni_live.sessions.payload import ArraySpec, Payload
 
 ARRAYS = st.sampled_from(sorted(DTYPES)).flatmap(

@@ -12,9 +12,9 @@ import numpy as np
 
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn
 from omni_live.engines.options import Options, param_int
-from omni_live.engines.payloads import array
 from omni_live.models.hibari_frames import FrameBlock
 from omni_live.models.hibari_wave import Chunk, Vocoder
+from omni_live.protocols.arrays import array
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey
 

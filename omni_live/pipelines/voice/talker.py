@@ -13,10 +13,10 @@ import numpy as np
 
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn, TurnError
 from omni_live.engines.options import Options, param_int, param_real, param_text
-from omni_live.engines.payloads import pack
 from omni_live.models import hibari_frames
 from omni_live.models.hibari_frames import DEFAULT_VOICE, VOICES, FrameBlock, Utterance
 from omni_live.pipelines.voice.clauses import ClauseCutter, Piece
+from omni_live.protocols.arrays import pack
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from omni_live.engines.contract import EngineOptions, Host, Load, SessionError, Turn, TurnError
 from omni_live.engines.options import Options, param_int, param_real
-from omni_live.engines.payloads import array, pack
 from omni_live.models.chat import Context, Detokenizer, Item, Role, Template
 from omni_live.models.gguf_weights import ConversationTooLong, Gguf, PoolFull, smollm2_path, tokenizer
 from omni_live.models.llama import Feed, Llama, Slot, Snapshot
 from omni_live.models.sampling import Loop, Sampler, Sampling, sample
+from omni_live.protocols.arrays import array, pack
 from omni_live.sessions.continuity import read_context
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
