@@ -15,12 +15,13 @@ import uvloop
 from omni_live.config.deploy import Deploy, Server, load
 from omni_live.config.document import ConfigError
 from omni_live.config.plan import plan
+from omni_live.runtime.memory import keep_freed_memory
 from omni_live.server.supervise import StartError, serve
 
 KEY_VARIABLE: Final = "OMNI_LIVE_API_KEY"
 """An environment variable keeps a key out of the process list."""
 
-DEFAULT_PIPELINES: Final = ("voice",)
+DEFAULT_PIPELINES: Final = ("voice", "robot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", action="append", metavar="NAME", help="serve this one (again for more)")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for a free one (8765)")
+    parser.add_argument(
+        "--openpi-port", type=int, metavar="PORT", help="also listen there for OpenPI clients, whose default is 8000"
+    )
     parser.add_argument(
         "--api-key",
         action="append",
@@ -42,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> int:
     logging.basicConfig(level=asked.log_level.upper(), format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    keep_freed_memory()
     try:
         plan_to_serve = plan(_deploy(asked))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -67,6 +72,7 @@ def _server(server: Server, asked: argparse.Namespace) -> Server:
         server,
         host=server.host if asked.host is None else asked.host,
         port=server.port if asked.port is None else asked.port,
+        openpi_port=server.openpi_port if asked.openpi_port is None else asked.openpi_port,
         api_keys={**server.api_keys, **key_names(asked.api_key, os.environ)},
     )
 

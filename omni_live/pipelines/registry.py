@@ -1,6 +1,9 @@
 """The pipelines in the box. Other packages add theirs by the entry point group `omni_live.pipelines`."""
 
 from omni_live.pipelines.spec import EdgeSpec, PipelineSpec, SessionKind, StageSpec
+from omni_live.protocols.openpi.fake_contract import CONTRACT as FAKE
+from omni_live.protocols.openpi.tabletop import CONTRACT as TABLETOP
+from omni_live.sessions.payload import Scalar
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -24,6 +27,43 @@ VOICE = PipelineSpec(
     fused=(("talker", "code2wav"),),
 )
 
+ROBOT = PipelineSpec(
+    name="robot",
+    stages=(
+        StageSpec(
+            "policy",
+            "omni_live.pipelines.robot.policy:PolicyEngine",
+            {"policy": "omni_live.pipelines.robot.table_policy:TablePolicy"},
+            bytes_per_session=4 * KIB,  # the last chunk
+        ),
+    ),
+    entries={"observation": "policy"},
+    outputs={"actions": "policy"},
+    contract=TABLETOP,
+)
+
+
+def _fake_robot(name: str, delay_ms: float) -> PipelineSpec:
+    """A policy without a model, of the size of pi0's: for tests and for `bench robots`."""
+    options: dict[str, Scalar] = {
+        "policy": "omni_live.pipelines.robot.fake:FakePolicy",
+        "delay_ms": delay_ms,
+        "inline": not delay_ms,
+    }
+    return PipelineSpec(
+        name=name,
+        stages=(
+            StageSpec("policy", "omni_live.pipelines.robot.policy:PolicyEngine", options, bytes_per_session=8 * KIB),
+        ),
+        entries={"observation": "policy"},
+        outputs={"actions": "policy"},
+        contract=FAKE,
+    )
+
+
+FAKE_ROBOT = _fake_robot("fake-robot", 0.0)
+SLOW_FAKE_ROBOT = _fake_robot("slow-fake-robot", 100.0)
+
 # Three stages that hand on what they get: for tests and for `bench hops`, which measures everything but models.
 ECHO = PipelineSpec(
     name="echo",
@@ -33,4 +73,4 @@ ECHO = PipelineSpec(
     outputs={"payload": "third"},
 )
 
-PIPELINES: tuple[PipelineSpec, ...] = (VOICE, ECHO)
+PIPELINES: tuple[PipelineSpec, ...] = (VOICE, ROBOT, ECHO, FAKE_ROBOT, SLOW_FAKE_ROBOT)

@@ -24,6 +24,7 @@ from typing import Final, Self
 
 import msgspec
 
+from omni_live.runtime.memory import keep_freed_memory
 from omni_live.runtime.prctl import die_with, set_title
 
 _MAX_BYTES: Final = 65_536
@@ -287,6 +288,7 @@ def main(arguments: Sequence[str]) -> None:
     # Ctrl-C in a terminal reaches all processes of the group; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="level=%(levelname)s logger=%(name)s %(message)s")
+    keep_freed_memory()
     import omni_live.runtime.worker  # noqa: F401 - once, for all children
 
     gc.collect()

@@ -234,9 +234,10 @@ class Outbox:
     def _give_back(self) -> None:
         """Say which tickets are free, to whom something is said anyway, or to all where it is time."""
         everybody = self._freed_bytes * FREE_SHARE >= self._arena_bytes or self._now() >= self.frees_ns
-        woken = {target if target >= 0 else SERVER for target, _ in self._said}
+        lanes = {target if target >= 0 else SERVER: target for target, _ in self._said}
         for source in tuple(self._freed):
-            if everybody or source in woken:
-                self._said.append((CONTROL if source == SERVER else source, Free(self._freed.pop(source))))
+            if everybody or source in lanes:
+                target = lanes.get(source, CONTROL if source == SERVER else source)
+                self._said.append((target, Free(self._freed.pop(source))))
         if not self._freed:
             self._freed_bytes = self.frees_ns = 0

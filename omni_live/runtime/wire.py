@@ -20,7 +20,7 @@ from omni_live.sessions.stamp import SessionKey, Stamp
 
 SERVER = WorkerId(0)
 """The server's name among workers, whose ids count from 1."""
-INLINE_BYTES: Final = 4096
+INLINE_BYTES: Final = 8192
 """Bodies up to this travel in the message, larger ones through shared memory."""
 MAX_FRAME: Final = 96 * 2**20
 """No frame is larger. Above the largest client frame (64 MiB), which travels inline where no arena has room for it."""

@@ -130,7 +130,10 @@ class Worker:
         return status
 
     def _make_drive(self, configure: Configure) -> Drive:
-        engines = {stage.name: engine_class(stage.engine)(EngineOptions(stage.options)) for stage in configure.stages}
+        engines = {
+            stage.name: engine_class(stage.engine)(EngineOptions(stage.options, self._number))
+            for stage in configure.stages
+        }
         outbox = Outbox(self._directory, self._number, configure.arena_bytes)
         fences = FenceTable.open(self._directory / FENCES)
         limits = RunnerLimits(kept_bytes=configure.kept_bytes)

@@ -1,0 +1,1 @@
+"""Simulated worlds for the clients to act in. They need numpy and nothing else."""

@@ -1,0 +1,1 @@
+"""The robot pipeline: one stage, the policy, that answers observations with chunks of actions."""
