@@ -1,12 +1,17 @@
-"""`omni-live bench`: measure it. `voice` is how a conversation feels, `hops` what the runtime itself costs."""
+"""`omni-live bench`: measure it. `voice` is how a conversation feels, `hops` what the runtime costs.
+
+`robots` is what robots get from the OpenPI door, beside a server of the pattern that they use today.
+"""
 
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
 
+from omni_live.bench import robots as robot_bench
 from omni_live.bench.figures import ROWS
 from omni_live.bench.report import Progress, Row, flat, table
 from omni_live.bench.server import NoServer
@@ -38,10 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hops_parser = benches.add_parser("hops", help="what the runtime costs between stages, beside a bare socket chain")
     hops_parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
     hops_parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
+    add_robots(benches.add_parser("robots", help="what robots get, beside a server of OpenPI's pattern"))
 
 
 def run(args: argparse.Namespace) -> int:
-    return hops(json=args.json, quick=args.quick) if args.bench == "hops" else voice(args)
+    match args.bench:
+        case "hops":
+            return hops(json=args.json, quick=args.quick)
+        case "robots":
+            return robots(args)
+        case _:
+            return voice(args)
 
 
 # -- voice -----------------------------------------------------------------------------------------------------------
@@ -101,13 +113,13 @@ def voice(args: argparse.Namespace) -> int:
     return 1 if bench.problems else 0
 
 
-def parse_sections(text: str) -> tuple[str, ...]:
+def parse_sections(text: str, among: tuple[str, ...] = SECTIONS) -> tuple[str, ...]:
     """Section names in the order in which they run; raises argparse.ArgumentTypeError."""
     asked = text.split(",")
-    unknown = [name for name in asked if name not in SECTIONS]
+    unknown = [name for name in asked if name not in among]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(SECTIONS)}")
-    return tuple(name for name in SECTIONS if name in asked)
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose of {', '.join(among)}")
+    return tuple(name for name in among if name in asked)
 
 
 def parse_setting(text: str) -> tuple[str, float]:
@@ -148,3 +160,29 @@ def hops(*, json: bool, quick: bool) -> int:
     progress.close()
     print(flat(HOPS_ROWS, values) if json else table(HOPS_ROWS, values))
     return 0
+
+
+# -- robots ----------------------------------------------------------------------------------------------------------
+
+
+def add_robots(parser: argparse.ArgumentParser) -> None:
+    def parse(text: str) -> tuple[str, ...]:
+        return parse_sections(text, robot_bench.SECTIONS)
+
+    sections = robot_bench.SECTIONS
+    parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
+    parser.add_argument("--quick", action="store_true", help="a fraction of the work, to see that it runs")
+    parser.add_argument("--only", type=parse, default=sections, metavar="LIST", help=f"of {', '.join(sections)}")
+
+
+def robots(args: argparse.Namespace) -> int:
+    """Measure and print; 0, or 1 with a sentence where something could not be measured."""
+    bench = robot_bench.Bench(args.only, robot_bench.QUICK if args.quick else robot_bench.Work())
+    try:
+        values = asyncio.run(bench.run())  # asyncio's own loop, which robots run on
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    for problem in bench.problems:
+        print(f"omni-live bench robots: {problem}", file=sys.stderr)
+    print(flat(robot_bench.ROWS, values) if args.json else table(robot_bench.ROWS, values))
+    return 1 if bench.problems else 0

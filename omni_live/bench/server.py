@@ -55,6 +55,10 @@ class Endpoint:
     """0: somebody else's, perhaps on another machine."""
     ready_s: float | None = None
 
+    def door(self, path: str) -> str:
+        """The URL of another of its doors."""
+        return urlsplit(self.url)._replace(path=path).geturl()
+
     async def last_handed_ns(self) -> int | None:
         """When the server last handed content to a socket, by its own monotonic clock; None where that is unknown.
 
@@ -86,32 +90,59 @@ async def _get(host: str, port: int, path: str, api_key: str | None) -> bytes:
             await writer.wait_closed()
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A server that this process started, once it is ready."""
+
+    port: int
+    pid: int
+    ready_s: float
+
+
 @contextlib.asynccontextmanager
-async def own_server(model: str) -> AsyncIterator[Endpoint]:
-    """`omni-live serve` on a free port of loopback, until the block is left. Raises NoServer."""
+async def own_server(model: str = "", *, deploy: str = "") -> AsyncIterator[Endpoint]:
+    """`omni-live serve` on a free port of loopback, until the block is left. Raises NoServer.
+
+    It serves the pipeline `model`, or what the text of a deploy file, `deploy`, says.
+    """
     with tempfile.TemporaryDirectory(prefix="omni-live-bench-") as folder:
-        ready, log = Path(folder) / "ready", Path(folder) / "log"
-        began = time.monotonic()
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *serve_command(model, ready), stdout=output, stderr=output, env=_environment()
-            )
-        try:
-            port = await _ready(process, ready, log, began)
-            ready_s = time.monotonic() - began
-            yield Endpoint(f"ws://127.0.0.1:{port}/v1/duplex", None, process.pid, ready_s)
-            if not alive(process.pid):
-                raise NoServer(f"the server ended by itself{_tail(log)}")
-        finally:
-            await _stop(process)
+        ready, config = Path(folder) / "ready", Path(folder) / "deploy.yaml"
+        if deploy:
+            config.write_text(deploy, encoding="utf-8")
+        async with child(deploy_command(config, ready) if deploy else serve_command(model, ready), ready) as server:
+            yield Endpoint(f"ws://127.0.0.1:{server.port}/v1/duplex", None, server.pid, server.ready_s)
+
+
+@contextlib.asynccontextmanager
+async def child(command: Sequence[str], ready: Path) -> AsyncIterator[Child]:
+    """A server that writes its port to `ready` when it is; stopped when the block is left. Raises NoServer."""
+    log = ready.with_name(f"{ready.name}.log")
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=_environment())
+    try:
+        port = await _ready(process, ready, log, began)
+        yield Child(port, process.pid, time.monotonic() - began)
+        if not alive(process.pid):
+            raise NoServer(f"the server ended by itself{_tail(log)}")
+    finally:
+        await _stop(process)
 
 
 def serve_command(model: str, ready: Path) -> list[str]:
+    return _serve_command("--pipeline", model, ready)
+
+
+def deploy_command(config: Path, ready: Path) -> list[str]:
+    return _serve_command("--config", str(config), ready)
+
+
+def _serve_command(option: str, value: str, ready: Path) -> list[str]:
     start = "import sys; from omni_live.cli import main; sys.exit(main())"
     # -P: the work directory must not shadow the package that this process runs
     return [
         *(sys.executable, "-P", "-c", start),
-        *("serve", "--host", "127.0.0.1", "--port", "0", "--pipeline", model, "--ready-file", str(ready)),
+        *("serve", "--host", "127.0.0.1", "--port", "0", option, value, "--ready-file", str(ready)),
     ]
 
 
