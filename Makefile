@@ -34,6 +34,7 @@ lint: venv
 
 bench: venv
 	$(BIN)/omni-live bench hops --json $(ARGS)
+	$(BIN)/omni-live bench robots --json $(ARGS)
 	$(BIN)/omni-live bench voice --json $(ARGS)
 
 docs: venv

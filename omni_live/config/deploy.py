@@ -90,6 +90,7 @@ class StageDeploy:
     engine: str | None = None
     options: Mapping[str, Scalar] = field(default_factory=lambda: NO_META)
     bytes_per_session: int | None = None
+    step_s: float | None = None
     replicas: int | None = None
     parallel: int | None = None
     devices: tuple[str, ...] | None = None
@@ -289,6 +290,7 @@ def _stage(cursor: Cursor) -> StageDeploy:
         engine=_matching(found["engine"], ENGINE, "module:Class") if "engine" in found else None,
         options=found["options"].scalar_map() if "options" in found else NO_META,
         bytes_per_session=found["bytes_per_session"].size(0) if "bytes_per_session" in found else None,
+        step_s=found["step_s"].number(0, 86_400) if "step_s" in found else None,
         replicas=found["replicas"].integer(1, MAX_REPLICAS) if "replicas" in found else None,
         parallel=found["parallel"].integer(1, MAX_REPLICAS) if "parallel" in found else None,
         devices=devices,

@@ -182,6 +182,7 @@ def _stage(stage: StageSpec, wanted: StageDeploy | None) -> StageSpec:
         engine=wanted.engine or stage.engine,
         options=MappingProxyType({**stage.options, **wanted.options}),
         bytes_per_session=_or(wanted.bytes_per_session, stage.bytes_per_session),
+        step_s=_or(wanted.step_s, stage.step_s),
     )
 
 

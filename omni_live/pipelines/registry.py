@@ -27,6 +27,9 @@ VOICE = PipelineSpec(
     fused=(("talker", "code2wav"),),
 )
 
+POLICY_STEP_S = 180.0
+"""A policy's first inference may compile for minutes."""
+
 ROBOT = PipelineSpec(
     name="robot",
     stages=(
@@ -35,6 +38,7 @@ ROBOT = PipelineSpec(
             "omni_live.pipelines.robot.policy:PolicyEngine",
             {"policy": "omni_live.pipelines.robot.table_policy:TablePolicy"},
             bytes_per_session=4 * KIB,  # the last chunk
+            step_s=POLICY_STEP_S,
         ),
     ),
     entries={"observation": "policy"},
@@ -52,9 +56,7 @@ def _fake_robot(name: str, delay_ms: float) -> PipelineSpec:
     }
     return PipelineSpec(
         name=name,
-        stages=(
-            StageSpec("policy", "omni_live.pipelines.robot.policy:PolicyEngine", options, bytes_per_session=8 * KIB),
-        ),
+        stages=(StageSpec("policy", "omni_live.pipelines.robot.policy:PolicyEngine", options, 8 * KIB, POLICY_STEP_S),),
         entries={"observation": "policy"},
         outputs={"actions": "policy"},
         contract=FAKE,

@@ -56,6 +56,9 @@ class StageSpec:
     options: Mapping[str, Scalar] = field(default_factory=lambda: NO_META)
     bytes_per_session: int = 0
     """What one session keeps in the stage's replica at most; admission adds it up. 0: nothing worth counting."""
+    step_s: float = 0.0
+    """The longest that one step of the engine may take, a first one that compiles included. A worker that answers
+    nothing for longer, nor for the runtime's own patience, is wedged and killed. 0: steps are short."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ class _Line:
     name: str
     dag: Dag
     pools: Mapping[str, Pool]
+    steps_ms: Mapping[str, float]
+    """Stage -> the longest that a step of it may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +216,10 @@ class Orchestrator:
         self._is_traced = trace is not None
         self._lines = {
             spec.name: _Line(
-                spec.name, Dag(spec), {stage: self.pools.pool(spec.name, stage) for stage in spec.stage_names}
+                spec.name,
+                Dag(spec),
+                {stage: self.pools.pool(spec.name, stage) for stage in spec.stage_names},
+                {stage.name: stage.step_s * 1000 for stage in spec.stages},
             )
             for spec in plan.pipelines
         }
@@ -502,7 +507,9 @@ class Orchestrator:
             if stage in turn.pending:
                 part.replica.port.abort(stage, turn.stamp)
         if turn.pending:
-            at_ns = self._clock.now() + self._limits.abort_deadline_ms * NS_PER_MS
+            steps_ms = turn.bound.line.steps_ms
+            wait_ms = max(self._limits.abort_deadline_ms, *(steps_ms[stage] for stage in turn.pending))
+            at_ns = self._clock.now() + round(wait_ms * NS_PER_MS)
             turn.deadline = self._clock.call_at(at_ns, partial(self._run, self._abort_lapsed, turn))
         else:
             self._forget(turn)

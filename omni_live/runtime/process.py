@@ -85,7 +85,8 @@ class ProcessSettings:
     kept_bytes: int = 64 * 2**20
     """Output that one turn keeps for its whole edges. Reached: the turn fails (`resource_exhausted`)."""
     hang_s: float = 15.0
-    """A worker with sessions whose engines let no ping through for so long is killed. Longer than any one step."""
+    """A worker with sessions whose engines let no ping through for so long is killed; later where a stage's `step_s`
+    says that its steps take longer."""
 
 
 class Processes:
@@ -198,6 +199,7 @@ class Process:
         self._happenings: Happenings | None = None
         self._process: Child | None = None
         self._killed_for = ""
+        self._hang_s = max(settings.hang_s, *(stage.step_s for stage in plan.stages))
         self._held = 0
         """Sessions and turns that are open there. While there are any, the worker is pinged."""
         self._watch: Timer | None = None
@@ -532,7 +534,7 @@ class Process:
             self._arm()
 
     def _arm(self) -> None:
-        self._watch = asyncio.get_running_loop().call_later(self._settings.hang_s / _LOOKS, self._look)
+        self._watch = asyncio.get_running_loop().call_later(self._hang_s / _LOOKS, self._look)
 
     def _look(self) -> None:
         """Ask the runner, which answers between two steps, whether it is still with us."""
@@ -544,7 +546,7 @@ class Process:
             self._pinged += 1
             self._pinged_at = now
             self._control.send(Ping(self._pinged))
-        elif now - self._pinged_at > self._settings.hang_s:
+        elif now - self._pinged_at > self._hang_s:
             log.warning("event=worker_hung worker=%d stages=%s", self.worker, self.stages)
             self._kill("hung")
             return

@@ -174,6 +174,7 @@ def stage(value: str) -> str:
         ("environment: {A-B: c}", "thinker.environment.A-B: expected the name of an environment variable"),
         ("environment: {A: 1}", "thinker.environment.A: expected text, got '1'"),
         ("options: {deep: {a: 1}}", "thinker.options.deep: expected a single value, got a mapping"),
+        ("step_s: long", "step_s: expected a finite number, got 'long'"),
         ("bytes_per_session: 3 apples", "bytes_per_session: expected a size such as 16 MiB, got '3 apples'"),
         ("at: here", "thinker.at: unknown key"),
     ],

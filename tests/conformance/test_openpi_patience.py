@@ -1,11 +1,14 @@
-"""Slow policies and paused robots, with the official client and times made short."""
+"""Slow policies, paused robots, keys, and a port of its own, with the official client and times made short."""
 
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import websockets.exceptions
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from tests.end_to_end.served import Served, served, wait_until
@@ -57,3 +60,20 @@ def test_a_paused_robot_keeps_its_session_for_the_idle_lease_and_is_told_when_th
     again = policy.infer(observation(executed_steps=4, delay_steps=0))
     assert again["server_timing"]["continued"] is False
     policy._ws.close()
+
+
+def test_openpis_own_port_takes_every_path_and_asks_for_the_key_as_openpi_sends_it(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    deploy = "server: {api_keys: {team: a-long-secret}}\npipelines: {fake-robot: }\n"
+    with served(tmp_path, deploy, "--openpi-port", str(port)) as server:
+        for host, its_port in (("127.0.0.1", port), (f"ws://127.0.0.1:{port}/some/path", None)):
+            policy = WebsocketClientPolicy(host, its_port, api_key="a-long-secret")
+            assert policy.infer(observation())["actions"].shape == (50, 32)
+            policy._ws.close()
+        for key in (None, "another"):
+            with pytest.raises(websockets.exceptions.InvalidStatus) as refused:
+                WebsocketClientPolicy("127.0.0.1", port, api_key=key)
+            assert refused.value.response.status_code == 401
+        assert "a-long-secret" not in server.log()

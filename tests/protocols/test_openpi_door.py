@@ -227,6 +227,24 @@ async def test_a_named_session_survives_its_connection_and_what_was_asked_on_it_
     assert len(house.desk.sessions) == 1
 
 
+async def test_a_reset_clears_those_that_it_names_and_no_other() -> None:
+    house = House()
+    async with house.visit() as socket:
+        for number, name in enumerate(("a", "b", "c")):
+            asks(socket, session_id=name)
+            await house.submitted(session=number)
+        socket.say(codec.pack({"reset": ["a", "c", "never heard of"], "request_id": 1}))
+        await socket.until(has(1))
+        for lone in house.desk.sessions:
+            if lone.session.busy:
+                answer(lone, 1.0)
+        await socket.until(has(4))
+    resets = [any(isinstance(effect, Feed) for effect in lone.effects) for lone in house.desk.sessions]
+    assert resets == [True, False, True]
+    answers = [told for told in replies(socket) if isinstance(told, str) or "request_id" not in told]
+    assert [isinstance(told, str) and told.startswith("reset:") for told in answers] == [True, False, True]
+
+
 async def test_a_reset_of_everything_holds_for_a_session_that_is_taken_up_after_it() -> None:
     house = House()
     async with house.visit() as socket:

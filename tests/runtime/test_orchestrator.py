@@ -461,6 +461,20 @@ def test_a_worker_that_holds_an_aborted_turn_past_the_deadline_is_killed_and_rep
     assert house.did("open_session")[-1:] == [(4, "open_session", "b", script.key)]
 
 
+def test_a_stage_whose_steps_may_take_long_may_hold_an_aborted_turn_that_long() -> None:
+    stages = (StageSpec("a", "m:A"), StageSpec("b", "m:B", step_s=60.0))
+    spec = PipelineSpec("slow", stages, {"x": "b"}, {"x": "a"}, (EdgeSpec("a", "b"),))
+    house = House(spec, (("a",), ("b",))).all_ready()
+    script, _ = house.session()
+    house.make(script, Submit(script.stamp(), "a", frozenset({"b"}), PAYLOAD, {}))
+    house.make(script, RaiseFence(script.fence(2)), Abort(script.stamp()))
+    house.it.ended(WorkerId(1), "a", script.stamp(), Outcome.FAILED, "aborted")
+    house.clock.run(59)
+    assert not any(worker.killed for worker in house.workers.values())
+    house.clock.run(2)
+    assert [worker.worker for worker in house.workers.values() if worker.killed] == [2]
+
+
 def test_workers_that_end_aborted_turns_in_time_live(house: House) -> None:
     script, _ = house.session()
     house.make(script, submit(script))

@@ -378,6 +378,17 @@ async def test_a_broken_engine_ends_its_worker_and_the_others_go_on(kind: str, i
         assert on.heard(healthy) == [BIG]
 
 
+async def test_a_worker_whose_steps_may_take_long_is_given_that_long() -> None:
+    patient = WorkerPlan(0, "test", (StageSpec("a", FAKE, {"inline": False, "step_s": 1.0}, step_s=60.0),))
+    async with house(patient, settings=ProcessSettings(hang_s=0.2)) as on:
+        stamp = on.open(Fence(0, 1)).stamp(1)
+        on.chain(stamp, "a")
+        on.feed("a", stamp, b"x")
+        await on.until(lambda: on.ended("a", stamp))
+        assert on.ended("a", stamp) == (Outcome.DONE, "")
+        assert on.exits == {}
+
+
 async def test_a_stopped_worker_counts_as_hung() -> None:
     async with house(plan("a"), settings=ProcessSettings(hang_s=0.6)) as on:
         on.open(Fence(0, 1))
