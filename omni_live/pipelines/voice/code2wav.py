@@ -4,7 +4,6 @@ Samples and chunks follow from frame indices and the turn's seed alone, never fr
 of the transcript that is spoken in it, and marks from samples to characters.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,11 +11,11 @@ import numpy as np
 
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn
 from omni_live.engines.options import Options, param_int
+from omni_live.engines.stateless import Stateless
 from omni_live.models.hibari_frames import FrameBlock
 from omni_live.models.hibari_wave import Chunk, Vocoder
 from omni_live.protocols.arrays import array
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.stamp import SessionKey
 
 WAITING_FRAMES: Final = 240
 """Frames a reply may have waiting: three seconds, 3 MB."""
@@ -40,36 +39,18 @@ class Wave:
         return (self.sounded, self.turn.stamp.deadline_ns)
 
 
-class Code2Wav:
+class Code2Wav(Stateless):
     """Engine of the code2wav stage. No options."""
 
     inline = False
 
     def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
         Options("code2wav", options).done()
         self._waves: list[Wave] = []
-        self._sessions: set[SessionKey] = set()
 
     def load(self, host: Host) -> None:
         """The vocoder is signal processing: nothing to load."""
-
-    def open(self, session: SessionKey, params: Mapping[str, Scalar]) -> None:
-        self._sessions.add(session)
-
-    def close(self, session: SessionKey) -> None:
-        self._sessions.discard(session)
-
-    def listen(self, session: SessionKey, payload: Payload) -> None:
-        """Nothing is said to a vocoder outside turns."""
-
-    def fork(self, session: SessionKey, into: SessionKey) -> None:
-        """It keeps nothing between turns."""
-
-    def snapshot(self, session: SessionKey) -> Payload:
-        return Payload("nothing")
-
-    def restore(self, session: SessionKey, payload: Payload) -> None:
-        """It keeps nothing between turns."""
 
     def begin(self, turn: Turn) -> None:
         self._waves.append(Wave(turn, Vocoder(param_int(turn.params, "seed", 0))))
@@ -123,7 +104,7 @@ class Code2Wav:
         wave.turn.finish()
 
     def load_now(self) -> Load:
-        return Load(len(self._sessions), len(self._waves), 0, 0, 0)
+        return Load(len(self.sessions), len(self._waves), 0, 0, 0)
 
     def shut(self) -> None:
         self._waves.clear()

@@ -5,7 +5,6 @@ Frames leave in blocks; each utterance's first block carries its text, so that t
 """
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,12 +12,12 @@ import numpy as np
 
 from omni_live.engines.contract import EngineOptions, Host, Load, Turn, TurnError
 from omni_live.engines.options import Options, param_int, param_real, param_text
+from omni_live.engines.stateless import Stateless
 from omni_live.models import hibari_frames
 from omni_live.models.hibari_frames import DEFAULT_VOICE, VOICES, FrameBlock, Utterance
 from omni_live.pipelines.voice.clauses import ClauseCutter, Piece
 from omni_live.protocols.arrays import pack
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.stamp import SessionKey
 
 BLOCK_FRAMES: Final = 40
 """Frames of one block: half a second, 480 kB."""
@@ -45,7 +44,7 @@ class Speech:
         return (self.spoken, self.turn.stamp.deadline_ns)
 
 
-class Talker:
+class Talker(Stateless):
     """Engine of the talker stage. Options: voice, first_words, first_words_crowded, crowd.
 
     Where `crowd` turns wait for their first sound, the first piece has `first_words_crowded` words only, so that each
@@ -55,6 +54,7 @@ class Talker:
     inline = False
 
     def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
         read = Options("talker", options)
         self._voice = read.text("voice", DEFAULT_VOICE)
         self._first_words = read.whole("first_words", 6, 1, 32)
@@ -62,29 +62,10 @@ class Talker:
         self._crowd = read.whole("crowd", 0, 0, 1024)
         read.done()
         self._speeches: list[Speech] = []
-        self._sessions: set[SessionKey] = set()
 
     def load(self, host: Host) -> None:
         self._model = hibari_frames.Talker()
         self._model.warm()
-
-    def open(self, session: SessionKey, params: Mapping[str, Scalar]) -> None:
-        self._sessions.add(session)
-
-    def close(self, session: SessionKey) -> None:
-        self._sessions.discard(session)
-
-    def listen(self, session: SessionKey, payload: Payload) -> None:
-        """Nothing is said to a talker outside turns."""
-
-    def fork(self, session: SessionKey, into: SessionKey) -> None:
-        """It keeps nothing between turns."""
-
-    def snapshot(self, session: SessionKey) -> Payload:
-        return Payload("nothing")
-
-    def restore(self, session: SessionKey, payload: Payload) -> None:
-        """It keeps nothing between turns."""
 
     def begin(self, turn: Turn) -> None:
         voice = param_text(turn.params, "voice", self._voice)
@@ -148,7 +129,7 @@ class Talker:
         self._send(speech)
 
     def load_now(self) -> Load:
-        return Load(len(self._sessions), len(self._speeches), sum(len(s.utterances) for s in self._speeches), 0, 0)
+        return Load(len(self.sessions), len(self._speeches), sum(len(s.utterances) for s in self._speeches), 0, 0)
 
     def shut(self) -> None:
         self._speeches.clear()
