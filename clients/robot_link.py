@@ -201,9 +201,12 @@ class _Waiting:
     """A request on its way. `is_infer` False: a reset."""
 
     is_infer: bool
+    is_answered: bool = False
+    """The server has said something about it; else its answer may still come."""
     reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self, reply: Reply) -> None:
+        self.is_answered = True
         if not self.reply.done():
             self.reply.set_result(reply)
 
@@ -349,10 +352,7 @@ class Policy:
                     self.counts.asked_again += 1
                     is_again = True
         except TimeoutError:
-            is_down = not self.is_attached
-            if not self.is_stated:
-                self.drop_transport()  # on this socket the next answer would be this one
-            raise TimedOut(within_s, is_down=is_down) from None
+            raise TimedOut(within_s, is_down=not self.is_attached) from None
 
     async def _try(
         self, socket: ClientConnection, request: Callable[[int, bool], bytes], is_again: bool, is_infer: bool
@@ -365,6 +365,8 @@ class Policy:
             return await waiting.reply
         finally:
             del self._waiting[number]
+            if not self.is_stated and not waiting.is_answered and self._socket is socket:
+                self.drop_transport()  # on this socket the next answer would be this one
 
     async def _attached(self) -> ClientConnection:
         await self._up.wait()
@@ -462,6 +464,8 @@ class Policy:
     def _heard_without_id(self, reply: Reply) -> None:
         """From a server that knows no ids; or ours could not even read a request, which may be any of them."""
         if isinstance(reply, Refusal):
+            for waiting in self._waiting.values():
+                waiting.is_answered = True
             self._fail_all(_refused(reply))
         elif self.is_stated or not self._waiting:
             self.counts.stale += 1

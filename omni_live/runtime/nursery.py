@@ -11,6 +11,7 @@ and answers are one datagram each; what is forked, and a handle on it, travel be
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -51,7 +52,8 @@ class Stillborn(msgspec.Struct, array_like=True, tag=3):
     """It could not be forked."""
 
     serial: int
-    errno: int
+    number: int
+    """errno of what failed."""
 
 
 class Died(msgspec.Struct, array_like=True, tag=4):
@@ -136,6 +138,10 @@ class Nursery:
             asked = _ENCODER.encode(Bear(serial, dict(environment)))
             socket.send_fds(line, [asked], [lane.fileno() for lane in lanes])
             return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().kill()  # nobody will ever hold it
+            raise
         finally:
             self._expected.pop(serial, None)
 
@@ -175,16 +181,22 @@ class Nursery:
             self._close()
             return
         match _TOLD.decode(data):
-            case Born(serial, pid):
+            case Born(serial, pid) if handles:
                 self._born(serial, Child(pid, handles[0]))
-            case Stillborn(serial, errno):
-                future = self._expected.get(serial)
-                if future is not None and not future.done():
-                    future.set_exception(OSError(errno, os.strerror(errno)))
+            case Born(serial):
+                # We have no descriptor left for it. Its lanes close with the error, and it ends.
+                self._failed(serial, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            case Stillborn(serial, number):
+                self._failed(serial, OSError(number, os.strerror(number)))
             case Died(serial, status):
                 child = self._children.pop(serial, None)
                 if child is not None:
                     child.ended(status)
+
+    def _failed(self, serial: int, error: OSError) -> None:
+        future = self._expected.get(serial)
+        if future is not None and not future.done():
+            future.set_exception(error)
 
     def _born(self, serial: int, child: Child) -> None:
         self._children[serial] = child
@@ -244,13 +256,24 @@ class _Cradle:
         else:
             if pid == 0:
                 self._grow_up(bear, lanes, parent)
-            handle = os.pidfd_open(pid)
+            try:
+                handle = os.pidfd_open(pid)
+            except OSError as error:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                self._tell(Stillborn(bear.serial, error.errno or 0))
+                self._let_go(lanes)
+                return True
             self._children[handle] = (bear.serial, pid)
             self._selector.register(handle, selectors.EVENT_READ)
             socket.send_fds(self._line, [_ENCODER.encode(Born(bear.serial, pid))], [handle])
+        self._let_go(lanes)
+        return True
+
+    @staticmethod
+    def _let_go(lanes: Sequence[int]) -> None:
         for lane in lanes:
             os.close(lane)
-        return True
 
     def _bury(self, handle: int) -> None:
         self._selector.unregister(handle)
@@ -275,8 +298,10 @@ class _Cradle:
                 os.close(handle)
             os.environ.update(bear.environment)
             status = live(*(socket.socket(fileno=lane) for lane in lanes))
-            logging.shutdown()
+        except Exception:  # the edge of the process
+            log.exception("event=worker_failed")
         finally:
+            logging.shutdown()
             # A thread that is stuck in an engine's native code must not keep the process.
             os._exit(status)
 
@@ -285,8 +310,10 @@ def main(arguments: Sequence[str]) -> None:
     line, server = (int(argument) for argument in arguments)
     die_with(server)
     set_title("omni:nursery")
-    # Ctrl-C in a terminal reaches all processes of the group; the server decides what it means.
+    # Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all processes of the group: the server decides what they
+    # mean. Children inherit this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="level=%(levelname)s logger=%(name)s %(message)s")
     keep_freed_memory()
     import omni_live.runtime.worker  # noqa: F401 - once, for all children

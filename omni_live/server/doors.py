@@ -23,7 +23,8 @@ def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[st
     if Door.OPENPI in plan.server.doors and policies:
         door = OpenPiDoor(desk, plan.limits, policies, metrics)
         for path in PATHS:
-            doors |= {path: door} | {f"{path.rstrip('/')}/{name}": door for name in policies}
+            root = path.rstrip("/")
+            doors |= {path: door, f"{root}/": door} | {f"{root}/{name}": door for name in policies}
     return doors
 
 

@@ -6,7 +6,8 @@ The server speaks first, with the policy's contract. A robot is a session: one f
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Final, Self, assert_never
 
@@ -17,18 +18,22 @@ from omni_live.protocols.openpi import codec, dialects
 from omni_live.protocols.openpi.contract import Contract
 from omni_live.protocols.openpi.dialects import Dialect, Infer, Reset
 from omni_live.protocols.openpi.images import decode_images, has_images
-from omni_live.protocols.openpi.robot import Answers, Pending, Robot
+from omni_live.protocols.openpi.robot import STAGE, WHY, Answers, Pending, Robot
 from omni_live.protocols.websocket import Meter
 from omni_live.protocols.websocket.asgi import Connection, Frame, Receive, Scope, Send
 from omni_live.protocols.websocket.outbox import CLOSE_CODES, TRY_AGAIN
+from omni_live.sessions.inputs import ResetAsked
 from omni_live.sessions.limits import Limits
-from omni_live.sessions.payload import Scalar
+from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.settings import Settings
 
 PATHS: Final = ("/", "/openpi", "/v1/realtime/robot/openpi")
 """Where robots connect; a policy's name behind one of them chooses it."""
 
 _VLLM_OMNI: Final = PATHS[2]
+
+_LOST: Final = 256
+"""Ended sessions of one connection that are remembered until somebody asks. Reached: the oldest is forgotten."""
 
 _NAMES: Final = 4096
 """Robots with a name that are known again after their connection is lost. Reached: the oldest is forgotten."""
@@ -92,8 +97,10 @@ class OpenPiDoor:
         while len(self._known) > _NAMES:
             self._known.popitem(last=False)
 
-    def forget(self, name: Name) -> None:
-        self._known.pop(name, None)
+    def forget(self, name: Name, line: Line) -> None:
+        """Unless the name is another session's by now."""
+        if self._known.get(name) is line:
+            del self._known[name]
 
 
 def policy_at(path: str, policies: Mapping[str, Contract]) -> str | None:
@@ -102,6 +109,15 @@ def policy_at(path: str, policies: Mapping[str, Contract]) -> str | None:
         return next(iter(policies), None)
     head, _, name = path.rpartition("/")
     return name if (head or "/") in PATHS and name in policies else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """An observation on its way to a robot."""
+
+    asked: Infer
+    pending: Pending
+    payload: Payload
 
 
 class _Talk:
@@ -116,6 +132,10 @@ class _Talk:
         self._contract = contract
         self._dialect = dialect
         self._loop = asyncio.get_running_loop()
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: dict[str | None, list[_Asking]] = {}
+        """Robots that wait for a session, and what they were asked meanwhile."""
         self._robots: dict[str | None, Robot] = {}
         self._lost: dict[str | None, str] = {}
         """Robots whose session ended while they asked for nothing, and why: they hear of it when they ask."""
@@ -123,6 +143,7 @@ class _Talk:
         """Everything was reset here, which holds for the robots that are taken up later, too."""
         self._answers = Answers()
         self._more = asyncio.Event()
+        self._is_too_slow = False
         self._closing: tuple[int, str] | None = None
 
     def __enter__(self) -> Self:
@@ -134,12 +155,14 @@ class _Talk:
 
     async def run(self) -> None:
         """Take requests and give answers until either side ends it."""
-        async with asyncio.TaskGroup() as group:
-            writer = group.create_task(self._write())
+        async with self._group:
+            writer = self._group.create_task(self._write())
             while (frame := await self._connection.receive()) is not None:
                 await self._hear(frame)
                 await asyncio.sleep(0)  # who sends faster than is read must not keep the others waiting
             writer.cancel()
+            for task in tuple(self._tasks):
+                task.cancel()
 
     async def _write(self) -> None:
         try:
@@ -174,7 +197,7 @@ class _Talk:
             return
         match asked:
             case Infer():
-                await self._infer(asked, came_s)
+                self._infer(asked, came_s)
             case Reset():
                 self._reset(asked, came_s)
             case _:
@@ -189,7 +212,7 @@ class _Talk:
         self._answers.expect(pending)
         self._refuse(pending, fault)
 
-    async def _infer(self, asked: Infer, came_s: float) -> None:
+    def _infer(self, asked: Infer, came_s: float) -> None:
         try:
             arrays, texts = self._contract.checked(asked.observation)
         except Faulty as faulty:
@@ -204,9 +227,7 @@ class _Talk:
         if self._answers.nbytes > max(self._door.limits.openpi_frame_bytes, payload.nbytes):
             self._refuse(pending, Fault("mailbox_full", "Too many observations wait on this connection."))
             return
-        robot = await self._robot(asked.session, pending)
-        if robot is not None:
-            robot.ask(pending, asked, payload, self._door.next_id())
+        self._ask(asked.session, _Asking(asked, pending, payload))
 
     def _reset(self, asked: Reset, came_s: float) -> None:
         pending = Pending(asked, came_s)
@@ -214,71 +235,98 @@ class _Talk:
         if asked.sessions is None:
             self._lost.clear()
             self._is_cleared = True
-        for name in tuple(self._robots) if asked.sessions is None else asked.sessions:
+        names = (*self._robots, *self._opening) if asked.sessions is None else asked.sessions
+        for name in dict.fromkeys(names):
             self._lost.pop(name, None)
-            robot = self._robots.get(name) or self._resumed(name)
-            if robot is not None:  # what has no session yet has nothing to be cleared
-                robot.reset()
+            self._clear(name)
         self._answers.settle(pending, dialects.reset_reply(asked))
-        self._more.set()
+        self._wake()
+
+    def _clear(self, name: str | None) -> None:
+        robot, elsewhere = self._robots.get(name), self._known(name)
+        if robot is not None:
+            robot.reset()
+        elif name in self._opening:
+            for asking in self._opening[name]:
+                self._refuse(asking.pending, Fault("reset", WHY["reset"]))
+            self._opening[name].clear()
+        elif elsewhere is not None:  # it stays with the connection that has it, or is left as it was
+            elsewhere.tell(ResetAsked((STAGE,)))
+        # What has no session yet has nothing to be cleared.
 
     # -- robots
 
-    async def _robot(self, name: str | None, pending: Pending) -> Robot | None:
-        """The robot of that name, with a session; None where it gets none, which the client is told."""
+    def _ask(self, name: str | None, asking: "_Asking") -> None:
+        """Put it to the robot of that name, which gets a session if it has none."""
+        if name in self._opening:
+            self._opening[name].append(asking)
+            return
         lost = self._lost.pop(name, None)
         if lost is not None:
-            self._refuse(
-                pending, Fault("session_expired", f"The session is over ({lost}); the next request begins one.")
-            )
-            return None
+            fault = Fault("session_expired", f"The session is over ({lost}); the next request begins one.")
+            self._refuse(asking.pending, fault)
+            return
         robot = self._robots.get(name)
+        if robot is None and self._known(name) is not None:
+            robot = self._resumed(name)
+            if robot is None:
+                fault = Fault("session_expired", "The session's grace is over; the next request begins one.")
+                self._refuse(asking.pending, fault)
+                return
         if robot is not None:
-            return robot
-        if name is None or self._door.known(self._key(name)) is None:
-            return await self._opened(name, pending)
-        robot = self._resumed(name)
-        if robot is None:
-            self._refuse(pending, Fault("session_expired", "The session's grace is over; the next request begins one."))
-        return robot
+            robot.ask(asking.pending, asking.asked, asking.payload, self._door.next_id())
+            return
+        self._opening[name] = [asking]
+        task = self._group.create_task(self._open(name))  # whoever waits for a place holds up nobody else here
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _opened(self, name: str | None, pending: Pending) -> Robot | None:
+    async def _open(self, name: str | None) -> None:
         robot = self._new(name)
-        refusals: list[Refused] = []
-
-        async def open_it() -> None:
+        refused: Refused | None = None
+        try:
             desk, owner = self._door.desk, self._connection.owner
-            try:
-                robot.line = await desk.open(self._policy, Settings(model=self._policy), robot, owner)
-            except Refused as refused:
-                refusals.append(refused)
-            else:
-                self._robots[name] = robot
+            robot.line = await desk.open(self._policy, Settings(model=self._policy), robot, owner)
+        except Refused as error:
+            refused = error
+        finally:
+            waiting = self._opening.pop(name)
+        if refused is not None:
+            self._turn_away(waiting, refused)
+            return
+        taken = self._resumed(name) if self._known(name) is not None else None
+        if taken is not None:  # the same name came in on another connection meanwhile, and there is one of each
+            robot.drop()
+            robot = taken
+        elif robot.line is not None:
+            self._robots[name] = robot
+            if name is not None:
+                self._door.remember(self._key(name), robot.line)
+        for asking in waiting:
+            robot.ask(asking.pending, asking.asked, asking.payload, self._door.next_id())
 
-        if not await self._connection.unless_gone(open_it()):
-            return None
-        for refused in refusals:
-            after_s = refused.retry_after_s
-            after = "" if after_s is None else f" Try again in {max(1, round(after_s))} s."
-            self._refuse(pending, Fault(refused.code, refused.message + after), after_s)
-            if not self._robots:
-                self._closing = TRY_AGAIN, refused.code
-        if robot.line is None:
-            return None
-        if name is not None:
-            self._door.remember(self._key(name), robot.line)
-        return robot
+    def _turn_away(self, waiting: Sequence["_Asking"], refused: Refused) -> None:
+        after_s = refused.retry_after_s
+        after = "" if after_s is None else f" Try again in {max(1, round(after_s))} s."
+        for asking in waiting:
+            self._refuse(asking.pending, Fault(refused.code, refused.message + after), after_s)
+        if not self._robots and not self._opening:
+            self._closing = TRY_AGAIN, refused.code
+            self._wake()
+
+    def _known(self, name: str | None) -> Line | None:
+        return None if name is None else self._door.known(self._key(name))
 
     def _resumed(self, name: str | None) -> Robot | None:
         """The robot whose session another connection left, or has; None where there is none any more."""
-        left = None if name is None else self._door.known(self._key(name))
+        left = self._known(name)
         if name is None or left is None:
             return None
         robot = self._new(name)
         try:
             robot.line = self._door.desk.resume(left.session_id, left.token, None, 0, robot, self._connection.owner)
         except ResumeRefused:
-            self._door.forget(self._key(name))
+            self._door.forget(self._key(name), left)
             return None
         self._robots[name] = robot
         self._door.remember(self._key(name), robot.line)
@@ -291,11 +339,16 @@ class _Talk:
 
     def _over(self, robot: Robot, reason: str, was_told: bool) -> None:
         """The robot's session ended, or went to another connection."""
-        self._robots.pop(robot.name, None)
+        if robot.line is None:
+            return  # it never was anybody's
+        if self._robots.get(robot.name) is robot:
+            del self._robots[robot.name]
         if robot.name is not None and reason != "replaced":
-            self._door.forget(self._key(robot.name))
+            self._door.forget(self._key(robot.name), robot.line)
         if not was_told:
             self._lost[robot.name] = reason
+            while len(self._lost) > _LOST:
+                del self._lost[next(iter(self._lost))]
         if reason == "drained" and not self._robots:
             self._closing = CLOSE_CODES[reason], reason
 
@@ -305,7 +358,8 @@ class _Talk:
     # -- answers
 
     def _wake(self) -> None:
-        if self._answers.ready_bytes > self._door.limits.outbox_bytes:
+        if self._answers.ready_bytes > self._door.limits.outbox_bytes and not self._is_too_slow:
+            self._is_too_slow = True
             self._door.meter.connection_lost("slow_consumer")
             self._connection.abort()
         self._more.set()
@@ -314,7 +368,7 @@ class _Talk:
         asked = pending.asked
         told = dialects.error(asked.dialect, fault.code, fault.message, asked.request_id, retry_after_s)
         self._answers.settle(pending, told)
-        self._more.set()
+        self._wake()
 
 
 def _message(frame: Frame) -> codec.Message:

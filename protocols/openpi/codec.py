@@ -173,6 +173,7 @@ def _quickly(data: bytes, copy: bool) -> Message | None:
             data,
             object_pairs_hook=hooks.mapped,
             list_hook=hooks.listed,
+            ext_hook=_no_extensions,
             strict_map_key=False,
             max_array_len=_QUICK_ENTRIES,
             max_map_len=_QUICK_ENTRIES,
@@ -182,6 +183,10 @@ def _quickly(data: bytes, copy: bool) -> Message | None:
     except (_NotPlain, Faulty, ValueError, TypeError, msgpack.exceptions.UnpackException):
         return None
     return Message(value, hooks.vllm_omni) if _is_shallow(value, _QUICK_DEPTH) else None
+
+
+def _no_extensions(_code: int, _data: bytes) -> object:
+    raise _NotPlain
 
 
 def _quick_array(marker: dict[object, object], copy: bool) -> Array:
@@ -417,7 +422,8 @@ def _cut_short() -> Faulty:
 _NUMBERS: Final = "biuf"
 _KINDS: Final = _NUMBERS + "USMm"
 _DTYPE: Final = re.compile(
-    r"[<>|=]?(?:b1|[iu][1248]|f[248]|[US][1-9]\d{0,3}|[Mm]8(?:\[\d{0,4}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+    r"[<>|=]?(?:b1|[iu][1248]|f[248]|[US][1-9]\d{0,3}|[Mm]8(?:\[\d{0,4}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)",
+    re.ASCII,
 )
 """numpy's dtype.str of what may travel: plain numbers, texts of a fixed size, times. No objects, records, complex."""
 
@@ -471,7 +477,10 @@ def _dtype_named(text: str) -> np.dtype[np.generic]:
     """The dtype, if it may travel. numpy parses only what has been recognised: it takes much more for a dtype."""
     if not _DTYPE.fullmatch(text):
         raise _bad("The frame holds an array of a dtype that is not used here.")
-    return np.dtype(text)
+    try:
+        return np.dtype(text)
+    except (TypeError, ValueError):
+        raise _bad("The frame holds an array of a dtype that is not used here.") from None
 
 
 def _array(dtype: np.dtype[np.generic], shape: object, data: object, caps: Caps, copy: bool) -> Array:

@@ -215,7 +215,7 @@ def _named(request: Mapping[str, object], ids: object) -> _Sessions:
     if ids is None:
         own = _session(request)
         return _Sessions(None if own is None else (own,))
-    if isinstance(ids, np.ndarray):
+    if isinstance(ids, np.ndarray) and ids.size <= MAX_SESSIONS:
         ids = ids.reshape(-1).tolist()
     if isinstance(ids, str):
         return _Sessions(None if ids == "all" else (_name("reset", ids),))

@@ -24,13 +24,16 @@ from omni_live.sessions.turn import TurnState
 STAGE: Final = "policy"
 """The one stage of a pipeline that has a contract."""
 
+ANSWER_BYTES: Final = 512
+"""What an answer that waits counts for beside its content."""
+
 UNDATED_MS: Final = 1000.0
 """A request that names no deadline is due so long after it came: those that name an earlier one go first."""
 
 _TIMING: Final = ("infer_ms", "queue_ms", "batch", "replica", "continued", "clamped", "deadline_missed")
 """What the stage says of a chunk that goes into `server_timing`."""
 
-_WHY: Final[Mapping[str, str]] = {
+WHY: Final[Mapping[str, str]] = {
     "reset": "The session was reset before this chunk was out.",
     "superseded": "A later observation took this one's place.",
     "client_cancelled": "The request was cancelled.",
@@ -58,7 +61,7 @@ class Pending:
     def frame(self) -> str | bytes:
         """What is sent, decided when the socket takes it."""
         if self.answer is None or (self.admits is not None and not self.admits()):
-            return dialects.error(self.asked.dialect, "reset", _WHY["reset"], self.asked.request_id)
+            return dialects.error(self.asked.dialect, "reset", WHY["reset"], self.asked.request_id)
         return self.answer
 
 
@@ -80,7 +83,7 @@ class Answers:
     def settle(self, pending: Pending, answer: str | bytes, admits: Callable[[], bool] | None = None) -> None:
         pending.answer, pending.admits, pending.is_settled = answer, admits, True
         self.nbytes -= pending.nbytes
-        self.ready_bytes += len(answer)
+        self.ready_bytes += len(answer) + ANSWER_BYTES
         if pending.asked.request_id is not None:
             self._ready.append(pending)
             return
@@ -92,7 +95,7 @@ class Answers:
         if not self._ready:
             return None
         pending = self._ready.popleft()
-        self.ready_bytes -= len(pending.answer or "")
+        self.ready_bytes -= len(pending.answer or "") + ANSWER_BYTES
         return pending
 
 
@@ -116,6 +119,8 @@ class Robot:
         self._over = over
         self._pending: dict[str, Pending] = {}
         self._fence: Fence | None = None
+        self._is_replaced = False
+        """What fences are raised now, this mailbox does not hear."""
         self._seen = 0
         """Output that need not be kept any longer."""
         self._total_ms: float | None = None
@@ -143,6 +148,12 @@ class Robot:
             self._tell(CancelAsked(request_id))
         self._tell(Detached(self.line.attachment))
 
+    def drop(self) -> None:
+        """Give up a session that nothing was asked of."""
+        line, self.line = self.line, None
+        if line is not None:
+            line.tell(CloseAsked("superseded"))
+
     # -- protocols.desk.Mailbox
 
     def take(self, effects: list[Effect]) -> None:
@@ -154,6 +165,7 @@ class Robot:
                     if fence.slot % LANES == 0:
                         self._fence = fence
                 case Replace():
+                    self._is_replaced = True
                     self._end("replaced", "Another connection has taken over this session.")
                 case Release(reason):
                     self._end(reason, "The session is closed.")
@@ -199,15 +211,15 @@ class Robot:
             self._answers.settle(pending, pending.answer, pending.admits)
         else:
             code = reason or "policy_error"
-            self._refuse(pending, code, _WHY.get(code, "The policy failed on this request."))
+            self._refuse(pending, code, WHY.get(code, "The policy failed on this request."))
 
     def _end(self, reason: str, message: str) -> None:
         """The session is over, or somebody else's."""
         waiting, self._pending = self._pending, {}
         for pending in waiting.values():
             self._refuse(pending, f"session_{reason}", message)
-        self.line = None
         self._over(self, reason, bool(waiting))
+        self.line = None
 
     def _refuse(self, pending: Pending | None, code: str, message: str) -> None:
         if pending is not None:
@@ -215,7 +227,7 @@ class Robot:
             self._answers.settle(pending, dialects.error(asked.dialect, code, message, asked.request_id))
 
     def _admits(self, content: Stamp) -> bool:
-        return self._fence is None or self._fence.admits(content)
+        return not self._is_replaced and (self._fence is None or self._fence.admits(content))
 
     def _tell(self, told: Input) -> None:
         if self.line is not None:

@@ -370,6 +370,30 @@ async def test_without_ids_a_late_answer_costs_the_socket_and_is_not_taken_eithe
         assert policy.counts.drops == 1
 
 
+@pytest.mark.parametrize("how", ["reset", "cancel"])
+async def test_without_ids_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_the_next(
+    server: PolicyServer, how: str
+) -> None:
+    late = asyncio.Event()
+
+    async def policy_of(asked) -> np.ndarray:
+        if len(server.requests) == 1:
+            await late.wait()
+        return _chunk(float(asked.observation["observation/state"][0]) / 10)
+
+    server.metadata, server.plain, server.policy = {}, True, policy_of
+    async with connect(server.url, CONTRACT, patience=QUICK) as policy:
+        asking = asyncio.create_task(policy.infer(_seen(1)))
+        await server.until(lambda: server.requests)
+        if how == "reset":
+            await policy.reset()
+        else:
+            asking.cancel()
+        await asyncio.wait({asking})
+        late.set()
+        assert (await policy.infer(_seen(2))).actions[0, 0] == np.float32(0.2)
+
+
 async def test_of_a_traceback_the_last_line_is_told(server: PolicyServer) -> None:
     server.metadata, server.plain = {}, True
     server.policy = lambda _: "Traceback (most recent call last):\n  File \"/a/b.py\", line 3\nKeyError: 'state'\n"

@@ -53,8 +53,8 @@ def episodes(server: Served, robot: int, count: int) -> list[bool]:
 
 
 def test_the_embedded_policy_succeeds_with_one_client(robots: Served) -> None:
-    done = episodes(robots, 0, 20)
-    assert sum(done) >= 19, done
+    done = episodes(robots, 100, EPISODES)
+    assert sum(done) >= 0.98 * EPISODES, done
 
 
 def test_eight_clients_at_once_succeed_as_one_does(robots: Served) -> None:

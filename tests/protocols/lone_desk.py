@@ -111,11 +111,14 @@ class LoneDesk:
         self.gate = asyncio.Event()
         self.gate.set()
         self.given_up = 0
+        self.waiting = 0
+        """Opens that came to the gate."""
         self._ids = CountedIds()
 
     async def open(self, model: str, settings: Settings, mailbox: Mailbox, owner: str) -> LoneLine:
         if self.refusal is not None:
             raise self.refusal
+        self.waiting += 1
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

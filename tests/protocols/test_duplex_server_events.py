@@ -59,7 +59,7 @@ def test_every_frame_is_an_event_that_openai_s_types_take_or_a_documented_additi
 
 
 def test_the_samples_hold_every_event_of_a_conversation() -> None:
-    plain = {ev.TurnSpoke, ev.TurnDone}
+    plain = {ev.TurnSpoke, ev.TurnDone, ev.RolloutAt, ev.RolloutSnapshotted}
     assert {type(event) for event in EVENTS} == set(get_args(ev.Event)) - plain
 
 

@@ -290,3 +290,15 @@ def test_scalars_pass_both_ways_between_us_and_openpi_client(official: Any, scal
 @pytest.mark.parametrize("value", [OBSERVATION, {"a": SCALARS, "b": list(ARRAYS.values())}], ids=["small", "all"])
 def test_we_write_the_very_bytes_that_openpi_client_writes(official: Any, value: Any) -> None:
     assert pack(value) == official.packb(value)
+
+
+@pytest.mark.parametrize("text", ["<U\u0661", "<U\u0663", "<m8[\u0661s]", "<U1\u0663"])
+def test_digits_of_other_scripts_are_no_dtype(text: str) -> None:
+    marker = {b"__ndarray__": True, b"data": bytes(4), b"dtype": text, b"shape": [1]}
+    with pytest.raises(Faulty):
+        unpack(msgpack.packb({"a": marker}))
+
+
+def test_an_empty_extension_is_refused_as_any_other() -> None:
+    with pytest.raises(Faulty):
+        unpack(b"\x81\xa1a\xc7\x00\x05")

@@ -240,3 +240,8 @@ def test_what_openpi_client_sends_asks_for_a_chunk() -> None:
     assert isinstance(asked, Infer)
     assert np.array_equal(asked.observation["observation/state"], STATE)  # type: ignore[arg-type]
     assert pack(asked.observation) == official.packb(PLAIN)
+
+
+def test_an_array_of_names_to_reset_is_measured_before_it_is_read() -> None:
+    with pytest.raises(Faulty):
+        read({"reset": np.zeros(50_000_000, np.uint8)})

@@ -360,6 +360,107 @@ async def test_a_turn_that_fails_is_told_with_its_code(reason: str, code: str) -
     assert socket.close_code is None
 
 
+async def test_a_robot_that_waits_for_a_place_holds_up_no_other_on_its_connection() -> None:
+    house = House()
+    async with house.visit() as socket:
+        asks(socket, session_id="a")
+        await house.submitted()
+        house.desk.gate.clear()
+        asks(socket, session_id="b", request_id="b1")
+        asks(socket, session_id="b", request_id="b2")
+        answer(house.desk.sessions[0], 1.0)
+        await socket.until(has(1))
+        socket.say(codec.pack({"reset": ["b"], "request_id": "r"}))
+        asks(socket, session_id="b", request_id="b3")
+        await socket.until(has(4))
+        house.desk.gate.set()
+        await house.submitted(session=1)
+        answer(house.desk.sessions[1], 3.0)
+        await socket.until(has(5))
+    told = replies(socket)[1:]
+    assert [(one["request_id"], one.get("error", {}).get("code")) for one in told] == [
+        ("b1", "reset"),
+        ("b2", "reset"),
+        ("r", None),
+        ("b3", None),
+    ]
+
+
+async def test_a_robot_whose_client_leaves_while_it_waits_for_a_place_never_gets_one() -> None:
+    house = House()
+    house.desk.gate.clear()
+    async with house.visit() as socket:
+        asks(socket)
+        async with asyncio.timeout(10):
+            while not house.desk.waiting:
+                await asyncio.sleep(0)
+    assert (house.desk.given_up, house.desk.sessions) == (1, [])
+
+
+async def test_one_name_on_two_connections_at_once_is_one_session() -> None:
+    house = House()
+    house.desk.gate.clear()
+    async with house.visit() as first, house.visit() as second:
+        asks(first, session_id="arm")
+        asks(second, session_id="arm")
+        async with asyncio.timeout(10):
+            while house.desk.waiting < 2:
+                await asyncio.sleep(0)
+        house.desk.gate.set()
+        await first.until(has(1))
+        assert sum(not lone.session.closed for lone in house.desk.sessions) == 1
+        (living,) = (lone for lone in house.desk.sessions if not lone.session.closed)
+        answer(living, 1.0, submits(living)[0])
+        answer(living, 2.0, submits(living)[1])
+        await second.until(has(1))
+    assert replies(first)[0].startswith("session_replaced")
+    assert replies(second)[0]["actions"][0, 0] == 2.0
+
+
+async def test_a_reset_by_name_from_elsewhere_leaves_the_robot_where_it_is() -> None:
+    house = House()
+    async with house.visit() as owner, house.visit() as supervisor:
+        asks(owner, session_id="arm")
+        await house.submitted()
+        supervisor.say(codec.pack({"reset": ["arm"]}))
+        await supervisor.until(has(1))
+        await owner.until(has(1))
+        asks(owner, session_id="arm")
+        await house.submitted(2)
+        answer(house.lone, 2.0)
+        await owner.until(has(2))
+    first, second = replies(owner)
+    assert first.startswith("reset:")
+    assert second["actions"][0, 0] == 2.0
+
+
+async def test_g1_a_chunk_that_waits_for_a_slow_reader_is_not_sent_once_another_connection_has_the_robot() -> None:
+    house = House()
+    async with house.visit() as slow, house.visit() as other:
+        asks(slow, session_id="arm")
+        await house.submitted()
+        slow.stop_reading()
+        answer(house.lone, 9.0)
+        asks(other, session_id="arm")
+        await house.submitted(2)
+        slow.read_again()
+        await slow.until(has(1))
+    assert isinstance(replies(slow)[0], str)
+
+
+async def test_g11_errors_that_nobody_reads_are_bounded() -> None:
+    house = House(replace(Limits(), outbox_bytes=20_000))
+    async with house.visit() as socket:
+        await socket.until(lambda socket: bool(list(socket.frames())))
+        socket.stop_reading()
+        for _ in range(100):
+            socket.say(b"\xc1")
+        async with asyncio.timeout(10):
+            while not socket.aborted:
+                await asyncio.sleep(0.001)
+    assert house.meter.ended == ["slow_consumer"]
+
+
 async def test_the_latest_observation_takes_the_place_of_those_that_wait() -> None:
     house = House()
     async with house.visit() as socket:
