@@ -69,3 +69,10 @@ class Desk(Protocol):
 
         `seen` None: of what was said before, nothing is said again.
         """
+
+    def fork(self, line: Line, at: int | None, mailbox: Mailbox, owner: str) -> Line:
+        """A second session that goes on from frame `at` of the rollout at `line`, None: from where it stands.
+
+        Never waits for a place. Raises Refused, and the rollout at `line` is as it was: overloaded, draining,
+        session_not_found, unsupported, not_started, state_not_ready, bad_step, rewind_ahead, rewind_too_far.
+        """

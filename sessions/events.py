@@ -314,6 +314,27 @@ class TurnDone:
     reason: str
 
 
+# -- rollouts ----------------------------------------------------------------------------------------------------
+
+
+@value
+class RolloutAt:
+    """Where a rollout stands; comes right before the end of each request that could move it, and after a resume."""
+
+    request_id: str
+    step: int
+    """Number of the last frame; -1 where the rollout has not begun."""
+
+
+@value
+class RolloutSnapshotted:
+    """What a rollout is made of, as it stood after frame `step`."""
+
+    request_id: str
+    step: int
+    state: Payload
+
+
 Event = (
     SessionCreated
     | SessionUpdated
@@ -354,4 +375,6 @@ Event = (
     | ResponseDone
     | TurnSpoke
     | TurnDone
+    | RolloutAt
+    | RolloutSnapshotted
 )

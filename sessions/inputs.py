@@ -247,6 +247,70 @@ class PlaybackAcked:
     event_id: str | None = None
 
 
+# -- from the client of a rollout: each is answered by one TurnDone, or by an ErrorTold where it was not taken ---------
+
+
+@value
+class WorldResetAsked:
+    """Begin a rollout anew, at frame 0: the fence moves, what runs or waits ends as interrupted (`reset`)."""
+
+    payload: Payload
+    """Kind "reset", meta `seed`; array `image` where it is to begin with a picture."""
+    request_id: str = ""
+
+
+@value
+class StepAsked:
+    """Make the next `frames` frames; or, where the session has made them already, see the same ones again."""
+
+    actions: Payload
+    """One array, (frames, ...): a row for each frame."""
+    frames: int
+    outputs: frozenset[str]
+    """Stages whose output is wanted."""
+    step: int | None = None
+    """Number of the first frame; None: the one after the last."""
+    request_id: str = ""
+    due_ms: float = 0.0
+    """So long after it was asked the first frame is late; engines take the earliest first."""
+
+
+@value
+class LookAsked:
+    """See frames that were made before, from `step` on."""
+
+    step: int
+    outputs: frozenset[str]
+    frames: int = 1
+    request_id: str = ""
+    due_ms: float = 0.0
+
+
+@value
+class RewindAsked:
+    """Go back to `step`: the fence moves, what runs or waits ends as interrupted (`rewind`)."""
+
+    step: int
+    request_id: str = ""
+
+
+@value
+class WorldSnapshotAsked:
+    """Take what the rollout is made of, behind the requests that came before; RolloutSnapshotted brings it."""
+
+    request_id: str = ""
+
+
+@value
+class WorldRestoreAsked:
+    """Go on from a snapshot of any rollout: the fence moves, what runs or waits ends as interrupted (`restore`)."""
+
+    state: Payload
+    step: int
+    """Where that rollout stood."""
+    request_id: str = ""
+
+
 ClientInput = (
     EventAcked
     | Heartbeat
@@ -266,6 +330,12 @@ ClientInput = (
     | TextAppended
     | BargeInAsked
     | PlaybackAcked
+    | WorldResetAsked
+    | StepAsked
+    | LookAsked
+    | RewindAsked
+    | WorldSnapshotAsked
+    | WorldRestoreAsked
 )
 
 

@@ -96,6 +96,17 @@ class Limits:
     client_credits: int = 16
     """Chunks under way from a stage to the session. Reached: the stage waits until the session gives credit."""
 
+    # -- rollouts
+    rewind_steps: int = 256
+    """Frames that a rollout goes back. Reached: a rewind, fork or look is refused (`rewind_too_far`, `step_unknown`).
+    The engine's option of this name must not be less."""
+    step_frames: int = 256
+    """Frames of one request. Reached: it fails (`bad_frames`)."""
+    snapshot_frames: int = 64
+    """Frames after which a rollout's state is saved; its loss costs making at most about as many again."""
+    rollout_actions: int = 1024
+    """Frames whose actions are kept because no snapshot came. Reached: steps fail (`history_full`)."""
+
     # -- replicas
     replica_wait_s: float = 10.0
     """Work for a stage without a ready replica waits so long, then fails (`replica_unavailable`)."""

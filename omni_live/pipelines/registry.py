@@ -38,7 +38,6 @@ ROBOT = PipelineSpec(
             "omni_live.pipelines.robot.policy:PolicyEngine",
             {"policy": "omni_live.pipelines.robot.table_policy:TablePolicy"},
             bytes_per_session=4 * KIB,  # the last chunk
-            step_s=POLICY_STEP_S,
         ),
     ),
     entries={"observation": "policy"},
@@ -46,9 +45,23 @@ ROBOT = PipelineSpec(
     contract=TABLETOP,
 )
 
+WORLD = PipelineSpec(
+    name="world",
+    kind=SessionKind.ROLLOUT,
+    stages=(
+        # 322 latents of 2 KiB at most, and the pages' slack.
+        StageSpec("dynamics", "omni_live.pipelines.world.dynamics:Dynamics", bytes_per_session=1 * MIB),
+        StageSpec("decoder", "omni_live.pipelines.world.decoder:Decoder"),
+    ),
+    edges=(EdgeSpec("dynamics", "decoder"),),
+    entries={"actions": "dynamics"},
+    outputs={"frame": "decoder", "latent": "dynamics"},
+)
+
 
 def _fake_robot(name: str, delay_ms: float) -> PipelineSpec:
     """A policy without a model, of the size of pi0's: for tests and for `bench robots`."""
+    step_s = POLICY_STEP_S if delay_ms else 0.0
     options: dict[str, Scalar] = {
         "policy": "omni_live.pipelines.robot.fake:FakePolicy",
         "delay_ms": delay_ms,
@@ -56,7 +69,7 @@ def _fake_robot(name: str, delay_ms: float) -> PipelineSpec:
     }
     return PipelineSpec(
         name=name,
-        stages=(StageSpec("policy", "omni_live.pipelines.robot.policy:PolicyEngine", options, 8 * KIB, POLICY_STEP_S),),
+        stages=(StageSpec("policy", "omni_live.pipelines.robot.policy:PolicyEngine", options, 8 * KIB, step_s),),
         entries={"observation": "policy"},
         outputs={"actions": "policy"},
         contract=FAKE,
@@ -75,4 +88,4 @@ ECHO = PipelineSpec(
     outputs={"payload": "third"},
 )
 
-PIPELINES: tuple[PipelineSpec, ...] = (VOICE, ROBOT, ECHO, FAKE_ROBOT, SLOW_FAKE_ROBOT)
+PIPELINES: tuple[PipelineSpec, ...] = (VOICE, ROBOT, WORLD, ECHO, FAKE_ROBOT, SLOW_FAKE_ROBOT)

@@ -25,6 +25,8 @@ class SessionKind(StrEnum):
     """Items, settings, audio in and out; the full voice session."""
     PLAIN = "plain"
     """One payload in, the outputs of the named stages back, turn by turn."""
+    ROLLOUT = "rollout"
+    """Actions in, frames out, from a state that is stepped, looked at, rewound, forked and restored."""
 
 
 class Handover(StrEnum):

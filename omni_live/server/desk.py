@@ -18,10 +18,10 @@ from typing import Final
 from omni_live.config.plan import Plan
 from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import PipelineSpec, SessionKind
-from omni_live.protocols.desk import Mailbox, Refused, ResumeRefused
+from omni_live.protocols.desk import Line, Mailbox, Refused, ResumeRefused
 from omni_live.runtime.orchestrator import Orchestrator, UnavailableError
 from omni_live.runtime.ports import Clock, Timer
-from omni_live.runtime.slots import Slots
+from omni_live.runtime.slots import Slot, Slots
 from omni_live.server.metrics import Metrics
 from omni_live.sessions.admission import Admission, Admitted, Queued
 from omni_live.sessions.admission import Refused as NotAdmitted
@@ -31,6 +31,7 @@ from omni_live.sessions.events import SessionClosed
 from omni_live.sessions.exchange import Shape
 from omni_live.sessions.inputs import Attached, CloseAsked, Detached, Input
 from omni_live.sessions.plain import PlainSession
+from omni_live.sessions.rollout import RolloutSession
 from omni_live.sessions.session import Session
 from omni_live.sessions.settings import Settings
 from omni_live.sessions.turn import SessionState
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _ID_BYTES: Final = 16
 _DRAINING: Final = "The server is going away."
+_FULL: Final = "The server has no room for another session."
 
 
 def random_id(prefix: str) -> str:
@@ -183,10 +185,7 @@ class FrontDesk:
         spec = self._find(model)
         with ExitStack() as undo:
             place = await self._place(spec, undo)
-            slot = self._slots.take()
-            if slot is None:  # admission's cap is the slots' number, so this is a leak of ours
-                raise self._refused("overloaded", "No session slot is free.", 1.0)
-            undo.callback(self._slots.free, slot.slot, slot.generation)
+            slot = self._slot(undo)
             session = self._session(spec, slot.slot, slot.generation, settings)
             seat = Seat(session, spec, owner, place, self)
             seat.switch.attach(mailbox)
@@ -196,11 +195,34 @@ class FrontDesk:
                 message = "The model is not ready."
                 raise self._refused("replica_unavailable", message, error.retry_after_s) from None
             undo.pop_all()
-        self._seats[session.session_id] = seat
-        self._empty.clear()
         log.info("event=session_opened session=%s pipeline=%s", session.session_id, spec.name)
-        self.orchestrator.tell(seat, Attached(1))
-        return SessionLine(seat, 1, self)
+        return self._seated(seat)
+
+    def fork(self, line: Line, at: int | None, mailbox: Mailbox, owner: str) -> SessionLine:
+        parent = self._seats.get(line.session_id)
+        if parent is None or parent.owner != owner or parent.session.attachment != line.attachment:
+            raise self._refused("session_not_found", "There is no such session, or it is over.")
+        rollout = parent.session
+        if not isinstance(rollout, RolloutSession):
+            raise self._refused("unsupported", "Sessions of this model cannot be forked.")
+        code = rollout.fork_refusal(at)
+        if code is not None:
+            raise self._refused(code, "The rollout cannot be forked there.", 1.0 if code == "state_not_ready" else None)
+        spec = self._plan.pipeline(parent.pipeline)
+        with ExitStack() as undo:
+            place = self._place_now(spec, undo)
+            slot = self._slot(undo)
+            now = self._clock.now()
+            child = rollout.forked(random_id("sess"), slot.slot, slot.generation, random_id, now, at)
+            seat = Seat(child, spec, owner, place, self)
+            seat.switch.attach(mailbox)
+            try:
+                self.orchestrator.fork(parent, seat, seat)
+            except UnavailableError:
+                raise self._refused("session_not_found", "There is no such session, or it is over.") from None
+            undo.pop_all()
+        log.info("event=session_forked session=%s parent=%s", child.session_id, rollout.session_id)
+        return self._seated(seat)
 
     def resume(
         self, session_id: str, token: str, seen: int | None, sent: int, mailbox: Mailbox, owner: str
@@ -276,6 +298,35 @@ class FrontDesk:
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
+    def _seated(self, seat: Seat) -> SessionLine:
+        """The orchestrator has the session: from here on its Release gives everything back."""
+        self._seats[seat.session.session_id] = seat
+        self._empty.clear()
+        self.orchestrator.tell(seat, Attached(1))
+        return SessionLine(seat, 1, self)
+
+    def _slot(self, undo: ExitStack) -> Slot:
+        slot = self._slots.take()
+        if slot is None:  # admission's cap is the slots' number, so this is a leak of ours
+            raise self._refused("overloaded", "No session slot is free.", 1.0)
+        undo.callback(self._slots.free, slot.slot, slot.generation)
+        return slot
+
+    def _place_now(self, spec: PipelineSpec, undo: ExitStack) -> int:
+        """A place, where one is free at once: whoever forks has a session that goes on meanwhile."""
+        if self.draining:
+            raise self._refused("draining", _DRAINING, self._plan.limits.drain_s)
+        answer = self._admission.ask(self._plan.cost(spec.name), self._clock.now())
+        match answer:
+            case Admitted(place):
+                undo.callback(self._give_back, place)
+                return place
+            case Queued(place):
+                self._give_back(place)
+                raise self._refused("overloaded", _FULL, 1.0)
+            case NotAdmitted():
+                raise self._refused(answer.reason, _FULL, answer.retry_after_s)
+
     def _find(self, model: str) -> PipelineSpec:
         try:
             return self._plan.pipeline(model)
@@ -289,7 +340,7 @@ class FrontDesk:
         answer = self._admission.ask(self._plan.cost(spec.name), self._clock.now())
         match answer:
             case NotAdmitted():
-                raise self._refused(answer.reason, "The server has no room for another session.", answer.retry_after_s)
+                raise self._refused(answer.reason, _FULL, answer.retry_after_s)
             case Admitted(place):
                 undo.callback(self._give_back, place)
                 return place
@@ -305,7 +356,7 @@ class FrontDesk:
         if self.draining:
             raise self._refused("draining", _DRAINING, self._plan.limits.drain_s)
         if not admitted:
-            raise self._refused("overloaded", "The server has no room for another session.", 1.0)
+            raise self._refused("overloaded", _FULL, 1.0)
 
     def _leave(self, asking: "_Asking") -> None:
         """Give up a place that is held or waited for."""
@@ -347,6 +398,8 @@ class FrontDesk:
         session_id = random_id("sess")
         if spec.kind is SessionKind.PLAIN:
             return PlainSession(session_id, slot, generation, limits, random_id, now)
+        if spec.kind is SessionKind.ROLLOUT:
+            return RolloutSession(session_id, slot, generation, limits, random_id, now, spec.entries["actions"])
         shape = Shape(
             ears=spec.entries.get("audio", ""),
             thinker=spec.entries["text"],

@@ -227,8 +227,8 @@ class Encoder:
             return self._sound(event)
         if isinstance(event, ev.AudioDone):
             return [*self._last_sound(event), say.response_event(event, self._session_id, self._settings)]
-        if isinstance(event, ev.TurnSpoke | ev.TurnDone):
-            return []  # plain turns have no words here
+        if isinstance(event, ev.TurnSpoke | ev.TurnDone | ev.RolloutAt | ev.RolloutSnapshotted):
+            return []  # plain turns and rollouts have no words here
         body = self._body(event)
         if isinstance(event, ev.SessionClosed) and event.reason == "max_age":
             expired = "The session has reached its maximum age."
