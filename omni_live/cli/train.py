@@ -10,9 +10,9 @@ from typing import Final
 
 from omni_live.bench.report import Progress
 from omni_live.clients.envs.table import TASKS, TableEnv, expert
+from omni_live.pipelines.checkpoints import BadCheckpoint
 from omni_live.pipelines.robot import training as robot
 from omni_live.pipelines.robot.demonstrations import collect
-from omni_live.pipelines.robot.training import BadCheckpoint
 from omni_live.pipelines.world import training as world
 from omni_live.pipelines.world.rollouts import record
 

@@ -13,6 +13,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_live.pipelines.checkpoints import Progress
 from omni_live.protocols.openpi.tabletop import CONTRACT
 
 Action = NDArray[np.float32]
@@ -35,13 +36,6 @@ class Table(Protocol[T_contra]):
 
     def reset(self, task: T_contra | None = None) -> Seen: ...
     def step(self, action: Action) -> tuple[Seen, bool]: ...
-
-
-class Progress(Protocol):
-    """Is told how far the work is."""
-
-    def enter(self, section: str) -> None: ...
-    def step(self, count: int = 1) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,19 @@ conditioning, Black et al. 2025, arXiv 2512.05964). What is kept in the end is a
 float16.
 """
 
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import safetensors
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from omni_live.pipelines.robot.demonstrations import Demonstrations, Progress
+from omni_live.pipelines import checkpoints
+from omni_live.pipelines.checkpoints import BadCheckpoint, Progress, checkpoint_path
+from omni_live.pipelines.robot.demonstrations import Demonstrations
 from omni_live.pipelines.robot.network import ACTION_DIM, HORIZON, Network, text_code
 
 BATCH: Final = 128
@@ -37,10 +35,6 @@ _GIVEN_MOST: Final = 12
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps of each parameter
 
 
-class BadCheckpoint(ValueError):
-    """The checkpoint belongs to another training, or is damaged."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What decides the outcome; with the same ones, and on the same kind of machine, training gives the same bits."""
@@ -50,11 +44,6 @@ class Settings:
     episodes: int = 1200
     threads: int = 1
     """Set for the whole process; sums come out differently with another number."""
-
-
-def checkpoint_path(out: Path) -> Path:
-    """Where training towards `out` keeps its state while it runs."""
-    return out.with_name(f"{out.name}.checkpoint")
 
 
 def train(
@@ -86,7 +75,11 @@ def train(
         if state.iteration % keep_every == 0 and state.iteration < settings.iterations:
             state.save(kept)
             progress.enter(f"iteration {state.iteration}, loss {state.loss:.4f}")
-    _write(out, {name: value.half() for name, value in state.average.state_dict().items()}, _described(settings))
+    checkpoints.write(
+        out,
+        {name: value.half() for name, value in state.average.state_dict().items()},
+        checkpoints.described(asdict(settings)),
+    )
     kept.unlink(missing_ok=True)
     return state.loss
 
@@ -180,18 +173,11 @@ class _State:
         tensors = dict(self._tensors())
         tensors["generator"] = self._generator.get_state()
         progress = {"iteration": str(self.iteration), "loss": self.loss.hex()}
-        _write(path, tensors, {**_described(self._settings), **progress})
+        checkpoints.write(path, tensors, {**checkpoints.described(asdict(self._settings)), **progress})
 
     def load(self, path: Path) -> None:
         """Raises BadCheckpoint."""
-        try:
-            with safetensors.safe_open(path, "pt") as opened:
-                described = dict(opened.metadata() or {})
-            tensors = load_file(path)
-        except safetensors.SafetensorError as error:
-            raise BadCheckpoint(f"{path} can't be read: {error}") from None
-        if described.get("settings") != _described(self._settings)["settings"]:
-            raise BadCheckpoint(f"{path} was made with other settings: {described.get('settings')}")
+        tensors, described = checkpoints.read(path, asdict(self._settings))
         try:
             self._restore(tensors)
             self.iteration, self.loss = int(described["iteration"]), float.fromhex(described["loss"])
@@ -209,8 +195,8 @@ class _State:
                 yield f"{moment}.{name}", self._optimizer.state[parameter][moment]
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._network.load_state_dict(_under("network.", tensors))
-        self.average.load_state_dict(_under("average.", tensors))
+        self._network.load_state_dict(checkpoints.under("network.", tensors))
+        self.average.load_state_dict(checkpoints.under("average.", tensors))
         moments = {
             at: {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
             for at, (name, _) in enumerate(self._network.named_parameters())
@@ -224,22 +210,3 @@ def _rate(iteration: int, iterations: int) -> float:
     """The learning rate: up linearly, down along a cosine."""
     warm = min(1.0, (iteration + 1) / _WARM_UP)
     return _RATE * warm * 0.5 * (1 + math.cos(math.pi * iteration / iterations)) + 1e-6
-
-
-def _described(settings: Settings) -> dict[str, str]:
-    return {"settings": json.dumps(asdict(settings), sort_keys=True)}
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], described: dict[str, str]) -> None:
-    """Writes the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(save({name: value.contiguous() for name, value in tensors.items()}, described))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

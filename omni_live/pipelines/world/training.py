@@ -7,9 +7,7 @@ to it. What is kept of both in the end is a moving average of the weights, in fl
 start from.
 """
 
-import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -17,13 +15,11 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import numpy as np
-import safetensors
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from omni_live.pipelines.robot.demonstrations import Progress
-from omni_live.pipelines.robot.training import BadCheckpoint, checkpoint_path
+from omni_live.pipelines import checkpoints
+from omni_live.pipelines.checkpoints import BadCheckpoint, Progress, checkpoint_path
 from omni_live.pipelines.world.network import STEPS, Autoencoder, Dynamics, floats
 from omni_live.pipelines.world.rollouts import Episode
 
@@ -113,7 +109,7 @@ def train(
             state.save(kept)
             progress.enter(f"iteration {state.foresight.iteration}, loss {state.foresight.loss:.4f}")
     starts = torch.from_numpy(np.stack([episode.images[0] for episode in seen[:STARTS]]))
-    _write(out, {**state.weights(), "starts": starts}, _described(settings))
+    checkpoints.write(out, {**state.weights(), "starts": starts}, checkpoints.described(asdict(settings)))
     kept.unlink(missing_ok=True)
     return state.foresight.loss
 
@@ -195,8 +191,8 @@ class _Fit(Generic[N]):
                     yield f"{moment}.{name}", self._optimizer.state[parameter][moment]
 
     def restore(self, tensors: Mapping[str, Tensor], iteration: int, loss: float) -> None:
-        self.network.load_state_dict(_under("network.", tensors))
-        self.average.load_state_dict(_under("average.", tensors))
+        self.network.load_state_dict(checkpoints.under("network.", tensors))
+        self.average.load_state_dict(checkpoints.under("average.", tensors))
         self.iteration, self.loss = iteration, loss
         if iteration:
             moments = {
@@ -249,26 +245,19 @@ class _State:
 
     def save(self, path: Path) -> None:
         tensors = {"generator": self._generator.get_state()}
-        described = _described(self._settings)
+        described = checkpoints.described(asdict(self._settings))
         for name, fit in self._fits():
             tensors |= {f"{name}.{key}": value for key, value in fit.tensors()}
             described |= {f"{name}.iteration": str(fit.iteration), f"{name}.loss": fit.loss.hex()}
-        _write(path, tensors, described)
+        checkpoints.write(path, tensors, described)
 
     def load(self, path: Path) -> None:
         """Raises BadCheckpoint."""
-        try:
-            with safetensors.safe_open(path, "pt") as opened:
-                described = dict(opened.metadata() or {})
-            tensors = load_file(path)
-        except safetensors.SafetensorError as error:
-            raise BadCheckpoint(f"{path} can't be read: {error}") from None
-        if described.get("settings") != _described(self._settings)["settings"]:
-            raise BadCheckpoint(f"{path} was made with other settings: {described.get('settings')}")
+        tensors, described = checkpoints.read(path, asdict(self._settings))
         try:
             for name, fit in self._fits():
                 iteration, loss = int(described[f"{name}.iteration"]), float.fromhex(described[f"{name}.loss"])
-                fit.restore(_under(f"{name}.", tensors), iteration, loss)
+                fit.restore(checkpoints.under(f"{name}.", tensors), iteration, loss)
             self._generator.set_state(tensors["generator"])
         except (KeyError, ValueError, RuntimeError) as error:
             raise BadCheckpoint(f"{path} is no checkpoint of this network: {error}") from None
@@ -281,22 +270,3 @@ def _rate(most: float, iteration: int, iterations: int) -> float:
     """The learning rate: up linearly, down along a cosine."""
     warm = min(1.0, (iteration + 1) / _WARM_UP)
     return most * warm * 0.5 * (1 + math.cos(math.pi * iteration / iterations)) + 1e-6
-
-
-def _described(settings: Settings) -> dict[str, str]:
-    return {"settings": json.dumps(asdict(settings), sort_keys=True)}
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], described: dict[str, str]) -> None:
-    """Writes the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(save({name: value.contiguous() for name, value in tensors.items()}, described))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

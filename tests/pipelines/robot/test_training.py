@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from omni_live.cli import train as command
 from omni_live.clients.envs.table import TASKS, TableEnv, expert
+from omni_live.pipelines.checkpoints import BadCheckpoint, checkpoint_path
 from omni_live.pipelines.robot.demonstrations import Demonstrations, collect
 from omni_live.pipelines.robot.network import Network
 from omni_live.pipelines.robot.table_policy import TablePolicy
-from omni_live.pipelines.robot.training import BadCheckpoint, Settings, checkpoint_path, train
+from omni_live.pipelines.robot.training import Settings, train
 
 SETTINGS = Settings(seed=4, iterations=7, episodes=3)
 

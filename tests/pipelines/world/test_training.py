@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from omni_live.cli import train as command
 from omni_live.clients.envs.table import TASKS, TableEnv, expert
-from omni_live.pipelines.robot.training import BadCheckpoint, checkpoint_path
+from omni_live.pipelines.checkpoints import BadCheckpoint, checkpoint_path
 from omni_live.pipelines.world.rollouts import Episode, record
 from omni_live.pipelines.world.table_world import TableWorld
 from omni_live.pipelines.world.training import Settings, train
