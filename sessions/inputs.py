@@ -30,6 +30,9 @@ class StageSpoke:
     stamp: Stamp
     stage: str
     payload: Payload
+    outcome: Outcome | None = None
+    """How the stage's part of the turn ended, where this was its last chunk; no StageEnded follows then."""
+    reason: str = ""
 
 
 @value

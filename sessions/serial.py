@@ -155,7 +155,8 @@ class SerialSession(Session, Generic[R, T]):
             turn.state = follow(turn.state, Cue.FIRST_OUTPUT)
         event = TurnSpoke(turn.request_id, turn.stamp.turn, input.stage, input.payload)
         self._emit(event, turn.stamp, input.payload.nbytes)
-        self._effects.append(Credit(turn.stamp, input.stage, 1))
+        if input.outcome is None:
+            self._effects.append(Credit(turn.stamp, input.stage, 1))
         self._went_out(turn)
 
     def _stage_ended(self, input: StageEnded) -> None:

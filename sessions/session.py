@@ -31,6 +31,8 @@ from omni_live.sessions.inputs import (
     Heartbeat,
     Input,
     Sequenced,
+    StageEnded,
+    StageSpoke,
     Woke,
 )
 from omni_live.sessions.journal import Arrival, InputJournal, OutputJournal, Replay
@@ -119,6 +121,8 @@ class Session(ABC):
             self._old_token = ""
         if rule is not None:
             rule(input)
+            if type(input) is StageSpoke and input.outcome is not None and not self.closed:
+                self._apply(StageEnded(input.stamp, input.stage, input.outcome, input.reason))
         else:  # a client may well ask a session for what only the other kind can do
             self._effects.append(Count("unsupported_input"))
             self._emit(ErrorTold("unsupported_input", "This model does not take such an input."))

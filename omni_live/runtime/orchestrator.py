@@ -302,8 +302,16 @@ class Orchestrator:
     def ready(self, worker: WorkerId) -> None:
         self._run(self._ready, worker)
 
-    def spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
-        self._run(self._spoke, worker, stage, stamp, payload)
+    def spoke(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        payload: Payload,
+        outcome: Outcome | None = None,
+        reason: str = "",
+    ) -> None:
+        self._run(self._spoke, worker, stage, stamp, payload, outcome, reason)
 
     def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
         self._run(self._ended, worker, stage, stamp, outcome, reason)
@@ -571,7 +579,9 @@ class Orchestrator:
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def _spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
+    def _spoke(
+        self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload, outcome: Outcome | None, reason: str
+    ) -> None:
         turn = self._turns.get(stamp[:4])
         part = _hosted(turn, stage, worker)
         if turn is None or part is None or turn.over or stage not in turn.unfinished or stamp.seq < part.spoken:
@@ -580,7 +590,17 @@ class Orchestrator:
             self._fail(turn, stage, "output_lost")  # better no end than one with a hole before it (G7)
         else:
             part.spoken += 1
+            is_last = outcome is not None and outcome is not Outcome.FAILED and stage in turn.pending
+            if is_last and not turn.course.steps[stage].keeps:
+                turn.pending.discard(stage)
+                turn.unfinished.discard(stage)
+                self._tell(turn.bound.key, StageSpoke(stamp, stage, payload, outcome, reason))
+                if not turn.unfinished:
+                    self._abort(turn)
+                return
             self._tell(turn.bound.key, StageSpoke(stamp, stage, payload))
+        if outcome is not None:
+            self._ended(worker, stage, stamp, outcome, reason)
 
     def _ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
         turn = self._turns.get(stamp[:4])

@@ -96,7 +96,17 @@ class Happenings(Protocol):
     """What workers report; the orchestrator implements it. Every stamped report may be stale."""
 
     def ready(self, worker: WorkerId) -> None: ...
-    def spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None: ...
+    def spoke(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        payload: Payload,
+        outcome: Outcome | None = None,
+        reason: str = "",
+    ) -> None:
+        """A chunk for the session. With an `outcome` it is the stage's last, and its end is reported by this."""
+
     def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
         """The stage finished or failed its part of the turn. Every opened stage of a turn reports it exactly once,
 

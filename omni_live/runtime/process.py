@@ -438,29 +438,46 @@ class Process:
         self._control.send(Free(freed_now))
 
     def _spoke(self, spoke: Spoke, happenings: Happenings) -> None:
-        stage, stamp = spoke.stage, spoke.stamp
+        stage, stamp, outcome = spoke.stage, spoke.stamp, spoke.outcome
+        payload: Payload | None = None
         if self._fences.admits(stamp):
             payload = self._read(spoke.body)
-            if payload is not None:
-                happenings.spoke(self.worker, stage, stamp, payload)
         else:
             self._counters.count("stale_outputs")
             self._let_go(spoke.body)
-        if spoke.outcome is not None:
-            self._ended(stage, stamp, spoke.outcome, spoke.reason, spoke.through)
+        if payload is None:
+            if outcome is not None:
+                self._ended(stage, stamp, outcome, spoke.reason, spoke.through)
+        elif outcome is None:
+            happenings.spoke(self.worker, stage, stamp, payload)
+        else:
+            self._ended_through(stamp, spoke.through)
+            if self._close_turn(stage, stamp):
+                happenings.spoke(self.worker, stage, stamp, payload, outcome, spoke.reason)
+            else:
+                self._counters.count("stale_outputs")
 
     def _ended(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str, through: tuple[End, ...]) -> None:
         """A stage's part is over, and with it those whose ends came through it. Each is reported once."""
+        self._ended_through(stamp, through)
+        self.ended_once(stamp, stage, outcome, reason)
+
+    def _ended_through(self, stamp: Stamp, through: tuple[End, ...]) -> None:
         for end in through:
             sibling = self._siblings.get(end.worker)
             if sibling is not None:
                 sibling.ended_once(stamp, end.stage, end.outcome, end.reason)
-        self.ended_once(stamp, stage, outcome, reason)
 
     def ended_once(self, stamp: Stamp, stage: str, outcome: Outcome, reason: str) -> None:
-        if self._turns.pop((stage, stamp[:4]), None) is not None and self._happenings is not None:
-            self._held -= 1
+        if self._close_turn(stage, stamp) and self._happenings is not None:
             self._happenings.ended(self.worker, stage, stamp, outcome, reason)
+
+    def _close_turn(self, stage: str, stamp: Stamp) -> bool:
+        """False where its end was reported before."""
+        if self._turns.pop((stage, stamp[:4]), None) is None:
+            return False
+        self._held -= 1
+        return True
 
     def _heard_rarely(
         self, message: Ready | Found | Snapshotted | Report | Counted | Pong | Free, happenings: Happenings

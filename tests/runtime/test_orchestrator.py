@@ -371,6 +371,30 @@ def test_outputs_and_ends_of_final_stages_reach_the_session_and_those_of_others_
     assert house.clock.armed == 0
 
 
+def test_an_end_that_comes_with_the_last_output_is_told_with_it(house: House) -> None:
+    script, _ = house.session()
+    house.make(script, submit(script))
+    stamp = script.stamp()
+    for worker, stage in ((1, "a"), (2, "b")):
+        house.it.ended(WorkerId(worker), stage, stamp, Outcome.DONE, "")
+    house.it.spoke(WorkerId(3), "c", stamp, PAYLOAD, Outcome.INCOMPLETE, "max_output_tokens")
+    assert script.told == [StageSpoke(stamp, "c", PAYLOAD, Outcome.INCOMPLETE, "max_output_tokens")]
+    assert house.clock.armed == 0
+    house.it.ended(WorkerId(3), "c", stamp, Outcome.DONE, "")
+    assert house.counts == {"stale_ends": 1}
+
+
+def test_an_end_that_comes_with_an_output_behind_a_hole_is_one_all_the_same(house: House) -> None:
+    script, _ = house.session()
+    house.make(script, submit(script))
+    stamp = script.stamp()
+    for worker, stage in ((1, "a"), (2, "b")):
+        house.it.ended(WorkerId(worker), stage, stamp, Outcome.DONE, "")
+    house.it.spoke(WorkerId(3), "c", stamp._replace(seq=1), PAYLOAD, Outcome.DONE)
+    assert script.told == [StageEnded(stamp, "c", Outcome.FAILED, "output_lost")]
+    assert house.clock.armed == 0  # nothing of the turn is waited for
+
+
 def test_an_output_that_comes_twice_is_told_once(house: House) -> None:
     script, _ = house.session()
     house.make(script, submit(script))

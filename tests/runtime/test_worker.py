@@ -124,9 +124,19 @@ class House:
         self.readied.add(worker)
         self._news.set()
 
-    def spoke(self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload) -> None:
+    def spoke(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        payload: Payload,
+        outcome: Outcome | None = None,
+        reason: str = "",
+    ) -> None:
         self.said.append((stage, stamp, payload))
         self.workers[worker].credit(stage, stamp, 1)
+        if outcome is not None:
+            self.ends.append((stage, stamp, outcome, reason))
         self._news.set()
 
     def ended_(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:

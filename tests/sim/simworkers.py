@@ -98,6 +98,13 @@ class SimTurn:
     sources: set[WorkerId] = field(default_factory=set)
     """Workers that produce input and have not said last; one that opened it is among them from the start."""
 
+    is_reported: bool = False
+    """Its end went with its last chunk."""
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome.DONE if self.incomplete is None else Outcome.INCOMPLETE
+
     @property
     def final(self) -> bool:
         return any(route.receiver == CLIENT for route in self.routes)
@@ -386,9 +393,19 @@ class SimWorker:
                 continue
             turn.credits[route.receiver] -= 1
             if route.receiver == CLIENT:
-                self._media.send(lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload), loose=True)
+                self._speak(stage, turn, stamp, payload)
             else:
                 self._hand(turn.stamp, route, Unit(payload, sender=(self.worker, stage.name)))
+
+    def _speak(self, stage: SimStage, turn: SimTurn, stamp: Stamp, payload: Payload) -> None:
+        if turn.made or turn.inbox or turn.inputs > 0 or not self.world.chance(0.7):
+            self._media.send(lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload), loose=True)
+            return
+        turn.is_reported = True  # the last chunk says that it is the last
+        outcome, reason = turn.outcome, turn.incomplete or ""
+        self._media.send(
+            lambda: self.world.it.spoke(self.worker, stage.name, stamp, payload, outcome, reason), loose=True
+        )
 
     def _finish(self, stage: SimStage, turn: SimTurn) -> None:
         key = turn.stamp[:4]
@@ -399,8 +416,8 @@ class SimWorker:
                 self._hand(turn.stamp, route, Unit(None, True, (self.worker, stage.name), turn.incomplete))
         if any(route.whole for route in turn.routes):
             stage.finished[key] = turn
-        outcome = Outcome.DONE if turn.incomplete is None else Outcome.INCOMPLETE
-        self._end(stage, turn, outcome, turn.incomplete or "")
+        if not turn.is_reported:
+            self._end(stage, turn, turn.outcome, turn.incomplete or "")
 
     def _drop(self, stage: SimStage, key: Key, reason: str, outcome: Outcome = Outcome.INCOMPLETE) -> None:
         stage.over.add(key)
@@ -409,7 +426,8 @@ class SimWorker:
         if turn is not None:
             for unit in turn.inbox:
                 self._give_back(stage, turn.stamp, unit)
-            self._end(stage, turn, outcome, reason)
+            if not turn.is_reported:
+                self._end(stage, turn, outcome, reason)
 
     def _end(self, stage: SimStage, turn: SimTurn, outcome: Outcome, reason: str) -> None:
         lane = self._media if turn.final else self._control
