@@ -51,8 +51,8 @@ from omni_live.clients.robot_wire import (
     read_metadata,
 )
 from omni_live.protocols.fields import Faulty, Wire
+from omni_live.protocols.images import encode_image
 from omni_live.protocols.openpi.contract import Contract
-from omni_live.protocols.openpi.images import encode_image
 
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 FIRST_FRAME_S: Final = 10.0

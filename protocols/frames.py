@@ -1,4 +1,8 @@
-"""JSON text frames: bytes of a peer against plain values, with caps that hold before anything is built.
+"""Frames of events, as JSON text or as msgpack: bytes of a peer against plain values, with caps that hold before
+anything is built.
+
+msgpack carries the same names and fields with bytes as they are: numbers, text, lists, maps, booleans, nil and bin
+only, no extension types, no timestamps, no pickle in disguise.
 
 A frame of a few MiB may ask for hundreds of MiB of empty containers, a number of five thousand digits, or nesting
 that no reader survives; each is refused with a `Faulty`.
@@ -7,12 +11,16 @@ that no reader survives; each is refused with a `Faulty`.
 import json
 from typing import Final, NoReturn, TypeGuard
 
+import msgpack
+
 from omni_live.protocols.audio import to_base64
 from omni_live.protocols.fields import Faulty, Wire
 
 MAX_CONTAINERS: Final = 20_000
 MAX_COMMAS: Final = 200_000
 MAX_DEPTH: Final = 32
+_MAX_ELEMENTS: Final = 4096
+"""Of one list or map."""
 
 
 def load_json(text: str) -> dict[str, Wire]:
@@ -43,6 +51,39 @@ def event_object(value: object) -> dict[str, Wire]:
 def dump_json(event: dict[str, Wire]) -> str:
     """The event as one line of ASCII JSON; bytes become base64."""
     return json.dumps(event, separators=(",", ":"), allow_nan=False, default=_plain)
+
+
+def load_msgpack(frame: bytes) -> dict[str, Wire]:
+    """The frame's map. Raises Faulty (invalid_msgpack, invalid_event)."""
+    containers = 0
+
+    def counted(container: object) -> object:
+        nonlocal containers
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            raise Faulty("invalid_event", "The frame has too many elements.")
+        return container
+
+    try:
+        value = msgpack.unpackb(
+            frame,
+            object_hook=counted,
+            list_hook=counted,
+            max_array_len=_MAX_ELEMENTS,
+            max_map_len=_MAX_ELEMENTS,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException):
+        # StackError and FormatError, truncated, trailing, oversized, ill-formed UTF-8, keys that are no strings
+        raise Faulty("invalid_msgpack", "The frame is not one valid msgpack map.") from None
+    return event_object(value)
+
+
+def dump_msgpack(event: dict[str, Wire]) -> bytes:
+    """The event as one msgpack map; bytes stay bytes."""
+    packed = msgpack.packb(event, unicode_errors="replace")
+    assert isinstance(packed, bytes)
+    return packed
 
 
 def _is_object(value: object) -> TypeGuard[dict[str, Wire]]:

@@ -104,6 +104,9 @@ class Limits:
     """Frames of one request. Reached: it fails (`bad_frames`)."""
     snapshot_frames: int = 64
     """Frames after which a rollout's state is saved; its loss costs making at most about as many again."""
+    rollout_credits: int = 64
+    """Frames that may be sent to a client before it gives credit, unless it asks for another number. Reached: they
+    wait, and so do its next steps."""
     rollout_actions: int = 1024
     """Frames whose actions are kept because no snapshot came. Reached: steps fail (`history_full`)."""
 

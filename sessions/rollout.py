@@ -30,6 +30,7 @@ from omni_live.sessions.events import (
 )
 from omni_live.sessions.ids import Ids
 from omni_live.sessions.inputs import (
+    Attached,
     LookAsked,
     Outcome,
     RewindAsked,
@@ -166,6 +167,11 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         return self._turn is not None or self._making is not None or is_asked or bool(self._waiting)
 
     # -- attachments ---------------------------------------------------------------------------------------------
+
+    def _attached(self, input: Attached) -> None:
+        super()._attached(input)
+        if input.seen is None and self._past is not None:  # a fork's first client is told where it begins
+            self._tell(RolloutAt("", self.position))
 
     def _greet(self) -> Event:
         left = (self._lease.expires_ns - self._now) / SECOND

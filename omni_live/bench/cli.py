@@ -1,6 +1,7 @@
 """`omni-live bench`: measure it. `voice` is how a conversation feels, `hops` what the runtime costs.
 
-`robots` is what robots get from the OpenPI door, beside a server of the pattern that they use today.
+`robots` is what robots get from the OpenPI door, beside a server of the pattern that they use today; `world` is how
+true and how fast a world model's dreams are.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_live.bench import robots as robot_bench
+from omni_live.bench import world as world_bench
 from omni_live.bench.figures import ROWS
 from omni_live.bench.report import Progress, Row, flat, table
 from omni_live.bench.server import NoServer
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hops_parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
     hops_parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     add_robots(benches.add_parser("robots", help="what robots get, beside a server of OpenPI's pattern"))
+    add_world(benches.add_parser("world", help="how true and how fast a world model's dreams are"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             return hops(json=args.json, quick=args.quick)
         case "robots":
             return robots(args)
+        case "world":
+            return world(args)
         case _:
             return voice(args)
 
@@ -185,4 +190,29 @@ def robots(args: argparse.Namespace) -> int:
     for problem in bench.problems:
         print(f"omni-live bench robots: {problem}", file=sys.stderr)
     print(flat(robot_bench.ROWS, values) if args.json else table(robot_bench.ROWS, values))
+    return 1 if bench.problems else 0
+
+
+# -- world -----------------------------------------------------------------------------------------------------------
+
+
+def add_world(parser: argparse.ArgumentParser) -> None:
+    def parse(text: str) -> tuple[str, ...]:
+        return parse_sections(text, world_bench.SECTIONS)
+
+    sections = world_bench.SECTIONS
+    parser.add_argument("--json", action="store_true", help="print one flat JSON object on the last line")
+    parser.add_argument("--quick", action="store_true", help="a fraction of the work, to see that it runs")
+    parser.add_argument("--only", type=parse, default=sections, metavar="LIST", help=f"of {', '.join(sections)}")
+    parser.add_argument("--planner", action="store_true", help="also let the planner drive the table: a minute more")
+
+
+def world(args: argparse.Namespace) -> int:
+    """Measure and print; 0, or 1 with a sentence where something could not be measured."""
+    sections = (*args.only, world_bench.PLANNER) if args.planner else args.only
+    bench = world_bench.Bench(sections, world_bench.QUICK if args.quick else world_bench.Work())
+    values = asyncio.run(bench.run())
+    for problem in bench.problems:
+        print(f"omni-live bench world: {problem}", file=sys.stderr)
+    print(flat(world_bench.ROWS, values) if args.json else table(world_bench.ROWS, values))
     return 1 if bench.problems else 0

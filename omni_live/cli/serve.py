@@ -21,7 +21,7 @@ from omni_live.server.supervise import StartError, serve
 KEY_VARIABLE: Final = "OMNI_LIVE_API_KEY"
 """An environment variable keeps a key out of the process list."""
 
-DEFAULT_PIPELINES: Final = ("voice", "robot")
+DEFAULT_PIPELINES: Final = ("voice", "robot", "world")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

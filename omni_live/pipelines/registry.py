@@ -3,6 +3,7 @@
 from omni_live.pipelines.spec import EdgeSpec, PipelineSpec, SessionKind, StageSpec
 from omni_live.protocols.openpi.fake_contract import CONTRACT as FAKE
 from omni_live.protocols.openpi.tabletop import CONTRACT as TABLETOP
+from omni_live.protocols.world.contract import TABLE_TOP
 from omni_live.sessions.payload import Scalar
 
 KIB = 1024
@@ -56,6 +57,7 @@ WORLD = PipelineSpec(
     edges=(EdgeSpec("dynamics", "decoder"),),
     entries={"actions": "dynamics"},
     outputs={"frame": "decoder", "latent": "dynamics"},
+    world=TABLE_TOP,
 )
 
 

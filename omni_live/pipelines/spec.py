@@ -11,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 
 from omni_live.protocols.openpi.contract import Contract
+from omni_live.protocols.world.contract import WorldContract
 from omni_live.sessions.payload import NO_META, Scalar
 
 
@@ -104,6 +105,8 @@ class PipelineSpec:
     """Stages that share a worker unless the deploy file says otherwise."""
     contract: Contract | None = None
     """What a robot policy observes and how it acts; the OpenPI door serves the pipelines that have one."""
+    world: WorldContract | None = None
+    """What a world model predicts and takes; the world door serves the pipelines that have one."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,6 +1,7 @@
 """Which door answers where."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from omni_live.config.deploy import Door
 from omni_live.config.plan import Plan
@@ -8,9 +9,12 @@ from omni_live.pipelines.spec import SessionKind
 from omni_live.protocols.duplex.asgi import DuplexDoor
 from omni_live.protocols.openpi.asgi import PATHS, OpenPiDoor
 from omni_live.protocols.openpi.contract import Contract
+from omni_live.protocols.world.asgi import Served, WorldDoor
 from omni_live.server.auth import App
 from omni_live.server.desk import FrontDesk
 from omni_live.server.metrics import Metrics
+
+WORLD_PATH: Final = "/v1/world"
 
 
 def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[str, App]:
@@ -25,7 +29,19 @@ def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[st
         for path in PATHS:
             root = path.rstrip("/")
             doors |= {path: door, f"{root}/": door} | {f"{root}/{name}": door for name in policies}
+    rollouts = worlds(plan)
+    if Door.WORLD in plan.server.doors and rollouts:
+        doors[WORLD_PATH] = WorldDoor(desk, plan.limits, rollouts, metrics)
     return doors
+
+
+def worlds(plan: Plan) -> Mapping[str, Served]:
+    """Every name a client may call a world model by, and what it is."""
+    found: dict[str, Served] = {}
+    for spec in plan.pipelines:
+        if spec.world is not None:
+            found |= dict.fromkeys((spec.name, *spec.model_types), Served(spec.world, spec.outputs))
+    return found
 
 
 def openpi_door(plan: Plan, desk: FrontDesk, metrics: Metrics) -> App | None:

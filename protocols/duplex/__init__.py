@@ -5,6 +5,7 @@ Sans-IO, for servers and clients; the server's ASGI adapter is `omni_live.protoc
 
 from omni_live.protocols.duplex.codec import (
     HEARS_HZ,
+    MSGPACK_SUBPROTOCOL,
     SPEAKS_HZ,
     Decoder,
     Encoder,
@@ -13,7 +14,6 @@ from omni_live.protocols.duplex.codec import (
     Told,
     default_settings,
 )
-from omni_live.protocols.duplex.msgpack_codec import MSGPACK_SUBPROTOCOL
 from omni_live.protocols.duplex.session_object import describe, merge
 
 __all__ = [

@@ -10,8 +10,15 @@ from typing import Final, Self
 from urllib.parse import parse_qs
 
 from omni_live.protocols.desk import Desk, Line, Refused, ResumeRefused
-from omni_live.protocols.duplex.codec import Decoder, Encoder, OpenAsked, ResumeAsked, Told, default_settings
-from omni_live.protocols.duplex.msgpack_codec import MSGPACK_SUBPROTOCOL
+from omni_live.protocols.duplex.codec import (
+    MSGPACK_SUBPROTOCOL,
+    Decoder,
+    Encoder,
+    OpenAsked,
+    ResumeAsked,
+    Told,
+    default_settings,
+)
 from omni_live.protocols.fields import Fault, Wire
 from omni_live.protocols.websocket import Meter
 from omni_live.protocols.websocket.asgi import Connection, Frame, Receive, Scope, Send

@@ -11,14 +11,16 @@ from typing import Final
 from omni_live.protocols import audio
 from omni_live.protocols.duplex import server_events as say
 from omni_live.protocols.duplex.client_events import READERS, RawAudio, read_event
-from omni_live.protocols.duplex.msgpack_codec import dump_msgpack, load_msgpack
 from omni_live.protocols.duplex.session_object import GA_RATE_HZ, merge
 from omni_live.protocols.fields import MAX_INT, Fault, Faulty, Fields, Wire, needed, shown
-from omni_live.protocols.frames import dump_json, load_json
+from omni_live.protocols.frames import dump_json, dump_msgpack, load_json, load_msgpack
 from omni_live.sessions import events as ev
 from omni_live.sessions.effects import Emit
 from omni_live.sessions.inputs import AudioAppended, AudioCommitted, ClientInput, EventAcked, Sequenced
 from omni_live.sessions.settings import Settings
+
+MSGPACK_SUBPROTOCOL: Final = "omni-live.duplex.v1+msgpack"
+"""Who offers it gets the events as msgpack maps in binary frames, audio as raw bytes."""
 
 HEARS_HZ: Final = 16000
 SPEAKS_HZ: Final = 24000

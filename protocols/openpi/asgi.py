@@ -14,10 +14,10 @@ from typing import Final, Self, assert_never
 from omni_live.protocols.arrays import pack
 from omni_live.protocols.desk import Desk, Line, Refused, ResumeRefused
 from omni_live.protocols.fields import Fault, Faulty
+from omni_live.protocols.images import decode_images, has_images
 from omni_live.protocols.openpi import codec, dialects
 from omni_live.protocols.openpi.contract import Contract
 from omni_live.protocols.openpi.dialects import Dialect, Infer, Reset
-from omni_live.protocols.openpi.images import decode_images, has_images
 from omni_live.protocols.openpi.robot import STAGE, WHY, Answers, Pending, Robot
 from omni_live.protocols.websocket import Meter
 from omni_live.protocols.websocket.asgi import Connection, Frame, Receive, Scope, Send

@@ -116,6 +116,10 @@ class Connection:
             return None
         return frame
 
+    async def ready(self) -> bool:
+        """Wait until the socket takes a frame; False where it takes none, and then the connection is aborted."""
+        return await self._writable(self._deadline_s)
+
     async def send(self, frame: Frame) -> bool:
         """Hand one frame to the socket; False where it takes none, and then the connection is aborted."""
         if not await self._writable(self._deadline_s):

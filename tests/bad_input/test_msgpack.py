@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_live.protocols.fields import Fault, Faulty
+from omni_live.protocols.images import decode_images, has_images
 from omni_live.protocols.openpi import dialects
 from omni_live.protocols.openpi.codec import unpack
 from omni_live.protocols.openpi.dialects import Dialect, Infer, Reset
-from omni_live.protocols.openpi.images import decode_images, has_images
 from omni_live.protocols.openpi.tabletop import CONTRACT
 
 from .msgpack_cases import ACCEPTED, CASES, GOOD, RESETS, compressed, frame, picture

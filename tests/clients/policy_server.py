@@ -12,9 +12,9 @@ import numpy as np
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+from omni_live.protocols.images import decode_images
 from omni_live.protocols.openpi import codec, dialects
 from omni_live.protocols.openpi.dialects import Dialect, Infer, Reset
-from omni_live.protocols.openpi.images import decode_images
 from omni_live.protocols.openpi.tabletop import CONTRACT
 
 

@@ -14,7 +14,7 @@ import pytest
 from omni_live.protocols.desk import Refused
 from omni_live.protocols.duplex import MSGPACK_SUBPROTOCOL
 from omni_live.protocols.duplex.asgi import DuplexDoor
-from omni_live.protocols.duplex.msgpack_codec import dump_msgpack, load_msgpack
+from omni_live.protocols.frames import dump_msgpack, load_msgpack
 from omni_live.sessions.effects import Emit, Hold, RaiseFence, Unhold
 from omni_live.sessions.events import AudioDelta, BufferCleared, HeartbeatAcked
 from omni_live.sessions.inputs import CloseAsked, Detached

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_live.protocols.duplex import Encoder
 from omni_live.protocols.duplex.client_events import READERS
-from omni_live.protocols.duplex.msgpack_codec import load_msgpack
+from omni_live.protocols.frames import load_msgpack
 from omni_live.sessions import events as ev
 from omni_live.sessions.effects import Emit
 from omni_live.sessions.items import ResponseStatus

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from omni_live.config.deploy import Server
 from omni_live.protocols.duplex import MSGPACK_SUBPROTOCOL
-from omni_live.protocols.duplex.msgpack_codec import dump_msgpack, load_msgpack
+from omni_live.protocols.frames import dump_msgpack, load_msgpack
 from omni_live.server.supervise import listen
 from omni_live.sessions.limits import Limits
 

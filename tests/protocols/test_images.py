@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from omni_live.protocols.fields import Faulty
+from omni_live.protocols.images import MAX_PIXELS, decode_images, encode_image, has_images
 from omni_live.protocols.openpi.codec import pack, unpack
-from omni_live.protocols.openpi.images import MAX_PIXELS, decode_images, encode_image, has_images
 
 ROWS, COLUMNS = np.mgrid[0:48, 0:64]
 SMOOTH = np.stack([ROWS * 4, COLUMNS * 3, (ROWS + COLUMNS) * 2], axis=2).astype(np.uint8)

@@ -1,0 +1,214 @@
+"""Rollouts through the world door of a real server, with the real model, by a plain websocket client."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from tests.end_to_end.served import Served, served
+
+SUBPROTOCOL: Any = "omni-live.world.v1+msgpack"
+ACTIONS = [[[(n % 5 - 2) / 4, (n % 3 - 1) / 2], [(n % 7 - 3) / 6, 0.25]] for n in range(40)]
+
+Message = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("world"), "pipelines: {world: }\n") as running:
+        running.settle()
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def at_rest(server: Served) -> Iterator[None]:
+    yield
+    server.assert_at_rest()
+
+
+class Talk:
+    """One connection; messages come in the order in which they were sent."""
+
+    def __init__(self, socket: ClientConnection, *, binary: bool = True) -> None:
+        self.socket = socket
+        self.binary = binary
+        self.numbers = 0
+        self.last_seq: dict[str, int] = {}
+        self.world = self.receive()
+
+    def receive(self) -> Message:
+        frame = self.socket.recv(timeout=30)
+        message: Message = msgpack.unpackb(frame) if isinstance(frame, bytes) else json.loads(frame)
+        if "seq" in message:
+            seen = self.last_seq.get(message["session_id"], 0)
+            assert message["seq"] > seen, "sequence numbers rise"
+            self.last_seq[message["session_id"]] = message["seq"]
+        return message
+
+    def send(self, kind: str, **fields: object) -> str:
+        self.numbers += 1
+        request = f"r{self.numbers}"
+        message = {"type": kind, "request_id": request, **fields}
+        self.socket.send(msgpack.packb(message) if self.binary else json.dumps(message))
+        return request
+
+    def until(self, request: str, *kinds: str) -> list[Message]:
+        """What comes of the request, up to its end."""
+        found = []
+        while True:
+            message = self.receive()
+            if message.get("request_id") == request:
+                found.append(message)
+                if message["type"] in (kinds or ("done", "error")):
+                    return found
+
+    def ask(self, kind: str, **fields: object) -> list[Message]:
+        return self.until(self.send(kind, **fields))
+
+    def open(self, seed: int = 3, **fields: object) -> str:
+        opened, *_, done = self.ask("session.open", seed=seed, credits=4096, **fields)
+        assert opened["type"] == "session.opened"
+        assert (done["status"], done["step"]) == ("done", 0)
+        self.token = opened["token"]
+        return str(opened["session_id"])
+
+    def step(self, session: str, actions: object, **fields: object) -> list[bytes]:
+        *frames, done = self.ask("step", session_id=session, actions=actions, **fields)
+        assert done["status"] == "done", done
+        return [frame["image"]["data"] for frame in frames]
+
+    def close(self, session: str) -> None:
+        self.send("session.close", session_id=session)
+        while (message := self.receive())["type"] != "session.closed":
+            pass
+        assert message["session_id"] == session
+
+
+@contextlib.contextmanager
+def talking(server: Served, *, binary: bool = True) -> Iterator[Talk]:
+    url = f"ws://127.0.0.1:{server.port}/v1/world"
+    with connect(url, subprotocols=[SUBPROTOCOL] if binary else None, max_size=None, proxy=None) as socket:
+        yield Talk(socket, binary=binary)
+
+
+def test_g9_survival_a_rollout_gives_the_same_frames_after_fork_rewind_and_restore(server: Served) -> None:
+    with talking(server) as talk:
+        assert talk.world["frame"] == [64, 64, 3]
+        session = talk.open()
+        frames = talk.step(session, ACTIONS)
+        assert len(frames) == len(ACTIONS)
+        assert len(set(frames)) > 10
+        assert talk.step(session, ACTIONS[4:6], step=5) == frames[4:6], "a number that was made already"
+        *looked, _ = talk.ask("look", session_id=session, step=1, frames=3)
+        assert [frame["image"]["data"] for frame in looked] == frames[:3]
+
+        (child,) = talk.until(talk.send("fork", session_id=session, step=20), "session.opened", "error")
+        assert (child["forked_from"], child["step"]) == (session, 20)
+        assert talk.step(child["session_id"], ACTIONS[20:]) == frames[20:]
+
+        (rewound,) = talk.ask("rewind", session_id=session, step=10)
+        assert rewound["step"] == 10
+        taken, _ = talk.ask("snapshot", session_id=session)
+        assert talk.step(session, ACTIONS[10:]) == frames[10:]
+
+        other = talk.open(seed=9)
+        (restored,) = talk.ask("restore", session_id=other, blob=taken["blob"])
+        assert (restored["status"], restored["step"]) == ("done", 10)
+        assert talk.step(other, ACTIONS[10:]) == frames[10:]
+        (refused,) = talk.ask("restore", session_id=other, blob=taken["blob"][:-1] + b"\0")
+        assert refused["code"] == "bad_snapshot"
+        for each in (session, child["session_id"], other):
+            talk.close(each)
+
+
+def test_a_client_that_comes_back_gets_what_it_missed(server: Served) -> None:
+    with talking(server) as talk:
+        session, token = talk.open(), talk.token
+        seen = talk.last_seq[session]
+        frames = talk.step(session, ACTIONS[:6])
+    with talking(server) as talk:
+        talk.send("session.resume", session_id=session, token=token, last_seq=seen)
+        told = [talk.receive() for _ in range(8)]
+        assert [message["type"] for message in told] == ["session.resumed", *["frame"] * 6, "done"]
+        assert [message["image"]["data"] for message in told[1:7]] == frames
+        assert told[0]["step"] == 6
+        talk.close(session)
+
+
+def test_a_rollout_goes_on_after_its_worker_was_killed(server: Served) -> None:
+    with talking(server) as talk:
+        session = talk.open()
+        frames = talk.step(session, ACTIONS[:20])
+        os.kill(server.worker("dynamics"), signal.SIGKILL)
+        done: Message = {}
+        while done.get("status") != "done":  # what ran as it died fails, and is asked again
+            *_, done = talk.ask("rewind", session_id=session, step=10)
+        again: list[bytes] = []
+        while len(again) != 10:
+            *made, done = talk.ask("step", session_id=session, actions=ACTIONS[10:20], step=11)
+            again = [frame["image"]["data"] for frame in made]
+        assert again == frames[10:20]
+        talk.close(session)
+
+
+def test_a_step_cut_short_keeps_whole_frames(server: Served) -> None:
+    with talking(server) as talk:
+        session = talk.open()
+        request = talk.send("step", session_id=session, actions=ACTIONS * 5)
+        while talk.receive()["type"] != "frame":
+            pass
+        talk.send("cancel", session_id=session, target=request)
+        done = talk.until(request)[-1]
+        assert done["status"] == "interrupted"
+        assert 1 <= done["step"] < 200
+        *looked, end = talk.ask("look", session_id=session, step=done["step"])
+        assert (len(looked), end["status"]) == (1, "done")
+        talk.close(session)
+
+
+def test_frames_wait_for_credit(server: Served) -> None:
+    with talking(server, binary=False) as talk:
+        request = talk.send("session.open", seed=1, credits=2)
+        session = talk.until(request)[0]["session_id"]
+        request = talk.send("step", session_id=session, actions=ACTIONS[:5], format="png")
+        assert [talk.receive()["step"] for _ in range(2)] == [1, 2]
+        talk.send("describe")
+        assert talk.receive()["type"] == "server.world", "the third frame waits"
+        talk.send("credit", session_id=session, frames=8)
+        found = talk.until(request)
+        assert [message["step"] for message in found] == [3, 4, 5, 5]
+        assert found[0]["format"] == "png"
+        talk.close(session)
+
+
+def test_opened_forked_and_closed_sessions_leave_nothing(server: Served) -> None:
+    with talking(server) as talk:
+        for _ in range(100):
+            session = talk.open()
+            found = talk.send("fork", session_id=session, count=4)
+            children = [talk.until(found, "session.opened")[0]["session_id"] for _ in range(4)]
+            for each in (*children, session):
+                talk.close(each)
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"type": "nonsense", "session_id": "x"}, "unknown_type"),
+        ({"type": "step", "session_id": "x", "actions": [[1, 2]]}, "bad_field"),
+        ({"type": "step", "session_id": "x", "actions": [[[0, 0], [0, 0]]]}, "session_not_found"),
+        ({"type": "session.open", "image": {"dtype": "|u1", "shape": [1, 1, 3], "data": "AAAA"}}, "bad_field"),
+    ],
+)
+def test_a_bad_request_is_told_and_the_socket_stays_open(server: Served, message: Message, code: str) -> None:
+    with talking(server, binary=False) as talk:
+        talk.socket.send("{")
+        assert talk.receive()["code"] == "bad_frame"
+        kind = message.pop("type")
+        assert talk.ask(kind, **message)[-1]["code"] == code
