@@ -4,17 +4,22 @@ One stage keeps the state; the session keeps what makes it again (see past.py). 
 each ends with one TurnDone, right after the RolloutAt that says where the rollout stands. What moves the rollout other
 than by a step (reset, rewind, restore) cuts what runs and waits, and is then *made*, as the state of a lost replica is:
 
-    knock   a reset that a stage without state answers as well; nothing given back reaches a stage that is not there
+    knock   the stage forgets what it has, which one without state answers as well: nothing given back reaches a stage
+            that is not there, and where it is given back in vain there is nothing that could be taken for it
     lay     the base: the reset, or a snapshot, and where that goes too far a cut
     replay  the actions since, in a turn of which nothing is emitted
 
-A reset or a rewind of a stage that lives needs no knock and no replay. The stage answers each reset, rewind and cut
-with "at" or "refused", in order. Where it refuses, the request fails and the rollout is what it was before.
+A reset or a rewind of a stage that lives needs no knock and no replay. The stage answers each knock, reset, rewind
+and cut with "at" or "refused", in order, and repeats the number `ask` that came with it: an answer that comes twice
+counts once. Where it refuses, the request fails and the rollout is what it was before; but a rewind to where the
+session knows the stage to reach is refused only by one that lost something, and is made anew.
 
 A turn that was cut may have left the stage ahead of what came to the client: it is cut back before anything else.
+So is a fork, whose stage may have had no room for it: it learns that from the answer, and closes (`pool_full`).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
 from omni_live.sessions.effects import Count, Credit, Feed, Restore, Submit, TakeSnapshot
@@ -48,7 +53,7 @@ from omni_live.sessions.journal import Replay
 from omni_live.sessions.lease import SECOND
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.past import Actions, Past
-from omni_live.sessions.payload import NO_META, Payload
+from omni_live.sessions.payload import NO_META, Payload, Scalar
 from omni_live.sessions.serial import CUES, NS_PER_MS, SerialSession, SerialTurn
 from omni_live.sessions.settings import Settings
 from omni_live.sessions.stamp import Stamp
@@ -57,8 +62,12 @@ from omni_live.sessions.turn import SessionState, TurnState
 REPLAY_LANE = 1
 ATTEMPTS = 3
 """So often a lost state is made, if a stage that lives refuses; then the session closes (`state_lost`)."""
-KNOCK = Payload("reset", {"seed": 0})
+NOWHERE = -1
+"""Where a rollout stands that has not begun."""
+KNOCK = Payload("clear", {"step": NOWHERE})
 LOST = "replica_lost"
+NO_ROOM = "pool_full"
+"""A stage refuses a cut for this where it is asked of a fork that it could not make, and nowhere else."""
 UNKNOWN_SESSION = frozenset({"session_unknown", "unknown_session"})
 """The stage never had this session: it could not fork its parent."""
 
@@ -73,6 +82,8 @@ class Awaited(NamedTuple):
     what: str
     """knock, laid (or gone back to), or cut."""
     step: int
+    ask: int
+    """Its number."""
 
 
 @dataclass(slots=True)
@@ -100,6 +111,8 @@ class Making:
     """None where it is made again after a loss."""
     fallback: Past | None
     """What the rollout was before, and is again where the stage refuses."""
+    is_sure: bool
+    """The stage had all of it before, so that a refusal can only mean that it has lost something."""
     since_ns: int
     knocked: bool = False
     """Of what was before, the stage has nothing any more."""
@@ -134,8 +147,9 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         self._is_lost = False
         """The stage lost what it had, and did not answer since."""
         self._is_doubted = False
-        """A turn ended as if the replica were lost, but nobody told so yet: its next answer shows."""
+        """A turn failed, and what the stage had may be gone with it: its next answer shows."""
         self._answers: list[Awaited] = []
+        self._asks = 0
         self._making: Making | None = None
         self._taking: Taking | None = None
         self._tickets = 0
@@ -158,7 +172,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         """Number of the last frame that came; -1 where the rollout has not begun. A move counts when it is made."""
         making = self._making
         past = making.fallback if making is not None and making.request_id is not None else self._past
-        return -1 if past is None else past.position
+        return NOWHERE if past is None else past.position
 
     @property
     def busy(self) -> bool:
@@ -278,9 +292,12 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
 
     def _settle(self) -> None:
         self._expire()
-        if self._making is not None and self._now >= self._making.since_ns + self._patience_ns:
-            self._close("state_lost")
-            return
+        making = self._making
+        if making is not None and self._now >= making.since_ns + self._patience_ns:
+            if making.stamp is None:
+                self._close("state_lost")
+            else:  # the stage answered before: it is asked once more whether it is there
+                self._unmade(making, "timeout")
         while not self.closed and self._may_begin():
             self._tidy()
             self._begin(*self._waiting.popleft())
@@ -305,7 +322,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
             return
         if self._is_ahead:
             self._is_ahead = False
-            self._feed(Payload("cut", {"step": past.position}), Awaited("cut", past.position))
+            self._feed(Payload("cut", {"step": past.position}), "cut", past.position)
         if self._taking is None and past.count >= self._save_at:
             self._take(past, None)
 
@@ -385,8 +402,8 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         if past is None or code is not None:
             self._fail(asked.request_id, code or "not_started")
             return
-        self._past, self._making = past.rewound(asked.step), Making(asked.request_id, past, self._now)
-        self._feed(Payload("rewind", {"step": asked.step}), Awaited("laid", asked.step))
+        self._past, self._making = past.rewound(asked.step), Making(asked.request_id, past, True, self._now)
+        self._feed(Payload("rewind", {"step": asked.step}), "laid", asked.step)
 
     # -- the turn that runs --------------------------------------------------------------------------------------
 
@@ -424,13 +441,14 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         if self._is_replay(input.stamp):
             self._replay_ended(input)
             return
+        turn = self._turn
         super()._stage_ended(input)
-        if self.closed or self._turn is not None or self._making is not None:
+        if self.closed or turn is None or self._turn is not None or self._making is not None:
             return
         if input.reason in UNKNOWN_SESSION:
             self._close("state_lost")
-        elif input.reason == LOST and self._past is not None:
-            self._is_ahead = self._is_doubted = True  # one death costs one turn: the next one waits for the answer
+        elif input.outcome is Outcome.FAILED and self._past is not None:
+            self._is_ahead = self._is_doubted = True  # one failure costs one turn: the next one waits for the answer
 
     # -- making a state ------------------------------------------------------------------------------------------
 
@@ -439,7 +457,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         fallback = self._past
         self._stop_replay()
         self._past, self._is_ahead = past, False
-        self._making = Making(request_id, fallback, self._now)
+        self._making = Making(request_id, fallback, False, self._now)
         if self._is_lost:
             self._knock(self._making)
         else:
@@ -447,38 +465,54 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
 
     def _make_again(self, past: Past) -> None:
         self._past, self._is_ahead = past, False
-        self._making = Making(None, None, self._now)
+        self._making = Making(None, None, True, self._now)
         self._knock(self._making)
 
     def _knock(self, making: Making) -> None:
         making.knocked, making.since_ns = True, self._now
-        self._feed(KNOCK, Awaited("knock", 0))
+        self._feed(KNOCK, "knock", NOWHERE)
 
     def _lay(self, past: Past) -> None:
         if past.is_snapshot:
             self._effects.append(Restore(self._stage, past.base))
-            self._feed(Payload("cut", {"step": past.reach}), Awaited("laid", past.reach))
+            self._feed(Payload("cut", {"step": past.reach}), "laid", past.reach)
         else:
-            self._feed(past.base, Awaited("laid", past.reach))
+            self._feed(past.base, "laid", past.reach)
 
-    def _feed(self, payload: Payload, awaited: Awaited) -> None:
-        self._answers.append(awaited)
-        self._effects.append(Feed(self._stage, payload))
+    def _feed(self, payload: Payload, what: str, step: int) -> None:
+        self._asks += 1
+        self._answers.append(Awaited(what, step, self._asks))
+        self._effects.append(Feed(self._stage, replace(payload, meta={**payload.meta, "ask": self._asks})))
+
+    def _answered(self, meta: Mapping[str, Scalar]) -> Awaited | None:
+        """What the stage answers; None where it did before. One that repeats no number answers in order."""
+        ask = meta.get("ask")
+        while self._answers:
+            awaited = self._answers[0]
+            if isinstance(ask, int) and ask < awaited.ask:
+                return None
+            del self._answers[0]
+            if not isinstance(ask, int) or ask == awaited.ask:
+                return awaited
+        return None
 
     def _stage_found(self, input: StageFound) -> None:
         if input.stage != self._stage or input.payload.kind not in {"at", "refused"}:
             return
-        if not self._answers:
+        meta = input.payload.meta
+        awaited = self._answered(meta)
+        if awaited is None:
             self._effects.append(Count("stale_finding"))
             return
-        awaited, meta = self._answers.pop(0), input.payload.meta
         self._is_doubted = self._is_doubted and bool(self._answers)
         is_good = input.payload.kind == "at" and meta.get("step") == awaited.step
         code = meta.get("code")
         reason = code if isinstance(code, str) else "state_lost"
         making, past = self._making, self._past
         if awaited.what == "cut":
-            if not is_good:
+            if reason == NO_ROOM:
+                self._close(NO_ROOM)
+            elif not is_good:
                 self._out_of_step()
         elif making is None or past is None or self._answers:
             return  # it answers for something that was given up for what is being made now
@@ -552,7 +586,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
     def _unmade(self, making: Making, reason: str) -> None:
         """The stage, which lives, could not do it."""
         self._stop_replay()
-        if making.request_id is None:
+        if making.request_id is None or making.is_sure:
             making.attempts += 1
             if making.attempts < ATTEMPTS:
                 self._knock(making)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from omni_live.config.deploy import Balance, Deploy, EdgeDeploy, PipelineDeploy, Server, StageDeploy, load
 from omni_live.config.document import ConfigError, Position
 from omni_live.config.registry import RegistryError, find, registry
-from omni_live.pipelines.spec import Connector, EdgeSpec, PipelineSpec, StageSpec
+from omni_live.pipelines.spec import Connector, EdgeSpec, PipelineSpec, SessionKind, StageSpec
 from omni_live.sessions.admission import Amount, Caps, Cost
 from omni_live.sessions.limits import GIB, KIB, MIB, Limits
 
@@ -22,6 +22,11 @@ T = TypeVar("T")
 
 CONNECTORS = (Connector.AUTO, Connector.SHARED_MEMORY)
 """What the workers know to use. If you add a connector to the runtime, also add it here."""
+
+KEPT_FRAMES = "rewind_steps"
+"""Option of an engine that keeps rollouts: how far back each can go."""
+POOL = "pool_bytes"
+"""Option of an engine whose sessions share one pool of memory in each replica."""
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
@@ -137,12 +142,15 @@ def plan(deploy: Deploy, among: Mapping[str, PipelineSpec] | None = None) -> Pla
         if any(spec.name == other.name for other in specs):
             raise ConfigError(wanted.at, f"pipeline {spec.name!r} is served already")
         spec = _deployed(spec, wanted, deploy.limits)
+        _check_reach(spec, wanted, deploy.limits)
         specs.append(spec)
-        own_caps |= _own_caps(spec.name, wanted, deploy.limits)
+        replicas: dict[str, int] = {}
         for group in _groups(spec):
             placed, balance = _placed(spec, group, wanted, len(workers))
             pools.append(PoolPlan(spec.name, group, tuple(worker.role for worker in placed), balance))
+            replicas |= dict.fromkeys(group, len(placed))
             workers += placed
+        own_caps |= _own_caps(spec, wanted, deploy.limits, _sessions_in_pools(spec, wanted, replicas))
     return Plan(tuple(specs), tuple(workers), tuple(pools), deploy.limits, deploy.server, MappingProxyType(own_caps))
 
 
@@ -204,12 +212,47 @@ def _edge(edge: EdgeSpec, wanted: EdgeDeploy | None, fused: Sequence[Sequence[st
     )
 
 
-def _own_caps(name: str, wanted: PipelineDeploy, limits: Limits) -> dict[str, Amount]:
-    if (wanted.max_sessions, wanted.max_bytes, wanted.max_duty_permille) == (None, None, None):
+def _check_reach(spec: PipelineSpec, wanted: PipelineDeploy, limits: Limits) -> None:
+    """An engine that keeps fewer frames than its rollouts may go back would refuse what the session promised."""
+    for stage in spec.stages:
+        kept = stage.options.get(KEPT_FRAMES)
+        if spec.kind is SessionKind.ROLLOUT and isinstance(kept, int) and kept < limits.rewind_steps:
+            sentence = f"{kept} frames are kept, and limits.rewind_steps lets rollouts go back {limits.rewind_steps}"
+            raise ConfigError(_at_option(stage.name, KEPT_FRAMES, wanted), sentence)
+
+
+def _sessions_in_pools(spec: PipelineSpec, wanted: PipelineDeploy, replicas: Mapping[str, int]) -> int | None:
+    """How many sessions the stages' pools have room for, whatever they keep; None where no stage names one."""
+    rooms: list[int] = []
+    for stage in spec.stages:
+        pool = stage.options.get(POOL)
+        if not isinstance(pool, int) or not stage.bytes_per_session:
+            continue
+        room = pool // stage.bytes_per_session
+        if not room:
+            sentence = f"{_bytes(pool)} are no room for a session of {_bytes(stage.bytes_per_session)}"
+            raise ConfigError(_at_option(stage.name, POOL, wanted), sentence)
+        rooms.append(room * replicas[stage.name])
+    return min(rooms, default=None)
+
+
+def _at_option(stage: str, option: str, wanted: PipelineDeploy) -> Position:
+    """Where the deploy file names the stage's option, or else the pipeline."""
+    said = wanted.stages.get(stage)
+    at = wanted.at if said is None else said.at
+    return replace(at, key=f"{at.key}.options.{option}" if said is not None else f"{at.key}.stages.{stage}.{option}")
+
+
+def _own_caps(spec: PipelineSpec, wanted: PipelineDeploy, limits: Limits, room: int | None) -> dict[str, Amount]:
+    """The pipeline's caps where the deploy file sets some, or where its pools have less room than they say."""
+    sessions = _or(wanted.max_sessions, limits.max_sessions_per_pipeline)
+    if room is not None and room < sessions:
+        sessions = room
+    elif (wanted.max_sessions, wanted.max_bytes, wanted.max_duty_permille) == (None, None, None):
         return {}
     return {
-        name: Amount(
-            _or(wanted.max_sessions, limits.max_sessions_per_pipeline),
+        spec.name: Amount(
+            sessions,
             _or(wanted.max_bytes, limits.max_bytes_per_pipeline),
             _or(wanted.max_duty_permille, limits.max_duty_permille),
         )

@@ -50,8 +50,14 @@ WORLD = PipelineSpec(
     name="world",
     kind=SessionKind.ROLLOUT,
     stages=(
-        # 322 latents of 2 KiB at most, and the pages' slack.
-        StageSpec("dynamics", "omni_live.pipelines.world.dynamics:Dynamics", bytes_per_session=1 * MIB),
+        # 322 latents at most, each of 32 bytes that take 64; so 43 pages of 8, of which the first and the last may be
+        # nearly empty.
+        StageSpec(
+            "dynamics",
+            "omni_live.pipelines.world.dynamics:Dynamics",
+            {"rewind_steps": 256, "pool_bytes": 256 * MIB},
+            bytes_per_session=22 * KIB,
+        ),
         StageSpec("decoder", "omni_live.pipelines.world.decoder:Decoder"),
     ),
     edges=(EdgeSpec("dynamics", "decoder"),),

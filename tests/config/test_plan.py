@@ -142,6 +142,37 @@ def test_caps_of_a_pipeline_are_laid_over_the_limits_and_a_session_costs_what_it
     assert placed.cost("voice").pipeline == "voice"
 
 
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("limits: {rewind_steps: 300}\npipelines:\n  world:", "3: pipelines.world.stages.dynamics.rewind_steps"),
+        (
+            "pipelines:\n  world:\n    stages:\n      dynamics: {options: {rewind_steps: 8}}",
+            "4: pipelines.world.stages.dynamics.options.rewind_steps",
+        ),
+    ],
+)
+def test_an_engine_that_keeps_fewer_frames_than_rollouts_may_go_back_is_refused(text: str, at: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(text)
+    assert str(refused.value).startswith(f"deploy.yaml:{at}: ")
+
+
+def test_an_engine_may_keep_as_many_frames_as_rollouts_may_go_back_or_more() -> None:
+    options = "pipelines: {world: {stages: {dynamics: {options: {rewind_steps: 300}}}}}"
+    for limit in (300, 8):
+        assert planned(f"limits: {{rewind_steps: {limit}}}\n{options}").limits.rewind_steps == limit
+
+
+def test_no_more_sessions_are_admitted_than_the_pools_of_their_replicas_have_room_for() -> None:
+    dynamics = "{replicas: 2, bytes_per_session: 20 KiB, options: {pool_bytes: 100000}}"
+    for own, sessions in (("", 8), ("max_sessions: 3, ", 3)):
+        placed = planned(f"pipelines: {{world: {{{own}stages: {{dynamics: {dynamics}}}}}}}")
+        assert placed.caps().for_pipeline("world") == Amount(sessions, Limits().max_bytes_per_pipeline, 1_000_000)
+    with pytest.raises(ConfigError, match=r"options\.pool_bytes: 1000 B are no room for a session of 22 KiB"):
+        planned("pipelines: {world: {stages: {dynamics: {options: {pool_bytes: 1000}}}}}")
+
+
 def test_the_text_of_a_plan_names_every_worker_edge_and_cap(tmp_path: Path) -> None:
     path = tmp_path / "deploy.yaml"
     path.write_text(

@@ -112,7 +112,7 @@ async def test_a_fork_copies_every_stage_and_cuts_the_copy_to_where_it_was_asked
     assert child.session_id != line.session_id
     assert sorted(stage for stage, _, _ in house.forks) == ["decoder", "dynamics"]
     into = house.forks[0][2]
-    assert (into, Payload("cut", {"step": 1})) in house.fed
+    assert (into, Payload("cut", {"step": 1, "ask": 1})) in house.fed
     assert isinstance(other.events()[0], SessionCreated)
     child.tell(RewindAsked(0, "back"))
     assert other.events()[-2:] == [RolloutAt("back", 0), TurnDone("back", 0, "done", "")]
@@ -127,7 +127,7 @@ async def test_a_fork_without_a_step_goes_on_from_the_frames_that_came_though_a_
     line.tell(StepAsked(ACTIONS, 2, SHOWN, None, "step"))
     house.make(1)
     house.desk.fork(line, None, Box(), "")
-    assert house.fed[-1] == (house.forks[0][2], Payload("cut", {"step": 1}))
+    assert house.fed[-1] == (house.forks[0][2], Payload("cut", {"step": 1, "ask": 1}))
 
 
 async def test_g2_caps_at_the_cap_a_fork_is_refused_at_once_and_the_parent_lives() -> None:

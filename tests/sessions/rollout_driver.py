@@ -5,6 +5,7 @@ made of is written into the frame: the start, and the actions of every frame sin
 only where, they came to be in the same way.
 """
 
+from dataclasses import replace
 from hashlib import sha256
 
 from session_driver import GENERATION, MS, SLOT, Perform, S
@@ -61,6 +62,8 @@ class World:
 
     def __init__(self) -> None:
         self.frames: list[bytes] | None = None
+        self.refused = ""
+        """Why it is no fork: its first cut is refused for that."""
 
     def copy(self) -> "World":
         other = World()
@@ -68,14 +71,23 @@ class World:
         return other
 
     def hear(self, payload: Payload) -> Payload:
+        """The answer, with the number of what it answers."""
+        answer = self._hear(payload)
+        ask = {name: value for name, value in payload.meta.items() if name == "ask"}
+        return replace(answer, meta={**answer.meta, **ask})
+
+    def _hear(self, payload: Payload) -> Payload:
         step = payload.meta.get("step", -1)
         assert isinstance(step, int)
+        if payload.kind == "clear":
+            self.frames = None
+            return Payload("at", {"step": -1})
         if payload.kind == "reset":
             if payload.meta.get("seed") == "bad":
                 return Payload("refused", {"code": "bad_reset", "step": -1})
             self.frames = [begun(payload.meta["seed"])]
         elif self.frames is None:
-            return Payload("refused", {"code": "not_started", "step": step})
+            return Payload("refused", {"code": self.refused or "not_started", "step": step})
         elif payload.kind == "rewind" and step >= len(self.frames):
             return Payload("refused", {"code": "rewind_ahead", "step": step})
         else:

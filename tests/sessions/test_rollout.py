@@ -150,7 +150,7 @@ def test_a_cancelled_step_keeps_the_frames_that_came_and_cuts_the_stage_back_bef
     effects = drive.tell(CancelAsked(request))
     order = [type(effect) for effect in effects]
     assert order.index(RaiseFence) < order.index(Abort) < order.index(Emit) < order.index(Feed)
-    assert Feed(STAGE, Payload("cut", {"step": 2})) in effects
+    assert [feed.payload.meta["step"] for feed in effects if isinstance(feed, Feed)] == [2]
     assert (drive.ended(request), drive.at(request)) == (("interrupted", "client_cancelled"), 2)
     assert shown(drive, stepped(drive, 7)) == dreamt(5, 1, 2, 7)[3:]
 
@@ -262,6 +262,16 @@ def test_rewinding_twice_reaches_no_further_than_once() -> None:
     assert drive.ended(drive.rewind(4)) == ("done", "")
 
 
+def test_a_rewind_that_a_stage_refuses_because_it_lost_something_is_made_anew() -> None:
+    drive = started()
+    stepped(drive, 1, 2, 3)
+    drive.world.frames = None
+    request = drive.rewind(2)
+    drive.run_all()
+    assert (drive.ended(request), drive.at(request)) == (("done", ""), 2)
+    assert shown(drive, stepped(drive, 4)) == dreamt(5, 1, 2, 4)[3:]
+
+
 def test_a_move_that_the_stage_refuses_leaves_the_rollout_as_it_was() -> None:
     drive = started()
     stepped(drive, 1, 2)
@@ -286,12 +296,13 @@ def test_a_snapshot_waits_for_what_was_asked_before_and_goes_on_elsewhere_with_t
     assert shown(other, stepped(other, 3)) == shown(drive, later)
 
 
-def test_a_snapshot_that_no_stage_takes_fails_to_restore_and_the_rollout_is_made_again_as_it_was() -> None:
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_snapshot_that_no_stage_takes_fails_to_restore_and_the_rollout_is_made_again_as_it_was(step: int) -> None:
     drive = started()
     stepped(drive, 1, 2)
-    request = drive.restore(Payload("rubbish"), 2)
+    request = drive.restore(Payload("rubbish"), step)
     drive.run_all()
-    assert (drive.ended(request), drive.at(request)) == (("failed", "state_lost"), 2)
+    assert (drive.ended(request), drive.at(request)) == (("failed", "not_started"), 2)
     assert shown(drive, stepped(drive, 3)) == dreamt(5, 1, 2, 3)[3:]
 
 
@@ -453,6 +464,16 @@ def test_a_stage_that_never_answers_closes_the_session_in_the_end() -> None:
     assert drive.released == ["state_lost"]
 
 
+def test_a_replay_that_falls_silent_is_begun_again() -> None:
+    drive = started()
+    stepped(drive, 1, 2)
+    drive.kill()
+    drive.run(frames=1)
+    drive.pass_ms(Limits().turn_deadline_s * 1000 + 1)
+    assert not drive.released
+    assert shown(drive, stepped(drive, 3)) == dreamt(5, 1, 2, 3)[3:]
+
+
 def test_a_reset_need_not_wait_for_a_state_that_is_made_again() -> None:
     drive = started()
     stepped(drive, 1, 2)
@@ -471,6 +492,36 @@ def test_the_loss_of_a_stage_without_state_costs_nothing() -> None:
     drive.kill("decoder")
     assert len(drive.all(Feed)) == feeds
     assert shown(drive, stepped(drive, 2)) == dreamt(5, 1, 2)[2:]
+
+
+def test_a_look_that_breaks_the_stage_costs_one_request() -> None:
+    drive = started()
+    stepped(drive, 1, 2)
+    request, waiting = drive.look(1), drive.step(3)
+    drive.is_prompt = False
+    drive.world.frames = None
+    drive.broke()
+    assert (drive.ended(request), len(drive.live)) == (("failed", "stage_error"), 0)
+    drive.is_prompt = True
+    drive.answer()
+    drive.tell(CancelAsked("nothing"))
+    drive.run_all()
+    assert shown(drive, waiting) == dreamt(5, 1, 2, 3)[3:]
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    drive = started()
+    stepped(drive, 1, 2, 3)
+    drive.is_prompt = False
+    first = drive.rewind(2)
+    (answer,) = drive.owed
+    drive.answer()
+    second = drive.rewind(1)
+    drive.tell(answer)
+    assert drive.count("stale_finding") == 1
+    drive.answer()
+    assert [drive.ended(request) for request in (first, second)] == [("done", "")] * 2
+    assert drive.at(second) == 1
 
 
 def test_a_stage_that_is_found_out_of_step_has_its_state_made_again() -> None:
@@ -552,6 +603,18 @@ def test_a_fork_that_its_stage_could_not_make_closes_when_it_is_used() -> None:
     drive.step(2)
     drive.broke("session_unknown")
     assert drive.released == ["state_lost"]
+
+
+def test_a_fork_that_its_stage_has_no_room_for_closes_before_its_first_step() -> None:
+    drive = started()
+    stepped(drive, 1)
+    twin = drive.rollout.forked("sess_2", SLOT + 1, GENERATION, CountedIds("b"), drive.now)
+    world = World()
+    world.refused = "pool_full"
+    child = RolloutDrive(session=twin, world=world)
+    assert child.released == ["pool_full"]
+    assert not child.submits
+    assert shown(drive, stepped(drive, 2)) == dreamt(5, 1, 2)[2:]
 
 
 # -- the session -----------------------------------------------------------------------------------------------------

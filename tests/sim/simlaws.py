@@ -177,12 +177,16 @@ class Ledger:
         wanted = self.wanted[request]
         if done.status in CUT_TURN:
             self.cut.add(request)
-        if done.reason == "stage_error":
-            assert wanted.poison, f"{self.name}: {request} ends of another's poison (G6)"
+        self._check_reason(request, done.reason)
         if done.status == "done":
             for stage in wanted.outputs:
                 units = self.spoken[request, stage]
                 assert units == wanted.units, f"{self.name}: {request} is done with {units} units of {stage} (G4)"
+
+    def _check_reason(self, request: str, reason: str) -> None:
+        """Whether the request may end so."""
+        if reason == "stage_error":
+            assert self.wanted[request].poison, f"{self.name}: {request} ends of another's poison (G6)"
 
     def tell(self, event: Event) -> None:
         """The session says something without a number, about the attachment."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from simclients import FAST, SLOW, STUCK, Client, Desk, Manners, Pace
+from simdream import DREAM, Decoder, Dreamer, Dynamics, Whims
 from simplain import CHAIN, MAKE, MIXED, Asker
 from simtalk import Code2Wav, Ears, Habits, Talkative, Talker, Thinker
 from simworkers import Make
@@ -35,9 +36,32 @@ LIMITS = Limits(
 )
 FAULTS = ("die", "stall", "lag", "repeat", "swap", "choke")
 LATE = Pace(20 * MS, 90 * MS, 4)
-SPECS = {spec.name: spec for spec in (CHAIN, MIXED, VOICE)}
-SOUND_MAKE: Mapping[str, Make] = {"ears": Ears(), "talker": Talker(), "code2wav": Code2Wav()}
-MAY_FAIL = {"sim_response_failed_timeout", "sim_turn_failed_stage_error"}
+SPECS = {spec.name: spec for spec in (CHAIN, MIXED, VOICE, DREAM)}
+SOUND_MAKE: Mapping[str, Make] = {
+    "ears": Ears(),
+    "talker": Talker(),
+    "code2wav": Code2Wav(),
+    "decoder": Decoder(),
+}
+REFUSALS = (
+    "bad_reset",
+    "bad_snapshot",
+    "bad_step",
+    "history_full",
+    "not_started",
+    "rewind_ahead",
+    "rewind_too_far",
+    "state_lost",
+    "step_out_of_order",
+    "step_unknown",
+    "world_error",
+)
+"""What a rollout's client may be told of an odd request; `state_lost`: its snapshot is not of the frame it says."""
+MAY_FAIL = {
+    "sim_response_failed_timeout",
+    "sim_turn_failed_stage_error",
+    *(f"sim_turn_failed_{reason}" for reason in REFUSALS),
+}
 """Turns that fail on sound workers: of a reply that a client neither takes nor leaves, of a poisoned request."""
 
 PATIENCE_S = 12.0
@@ -52,6 +76,7 @@ class Scene:
     asking: tuple[tuple[str, int], ...] = ()
     """Plain pipelines, each with the number of its clients."""
     people: int = 0
+    dreamers: int = 0
     seconds: float = 2.0
     replicas: int = 2
     fused: bool = False
@@ -66,6 +91,7 @@ class Scene:
     """Sessions of one pipeline, where that has a cap of its own."""
     manners: Manners = field(default_factory=Manners)
     habits: Habits = field(default_factory=Habits)
+    whims: Whims = field(default_factory=Whims)
     wait_queue: int = 64
     wait_deadline_s: float = 10.0
     drains: bool = False
@@ -223,6 +249,31 @@ def _leases(chance: random.Random) -> Scene:
     return replace(scene, kind="leases", limits=limits, manners=manners, habits=habits)
 
 
+def _dreams(chance: random.Random) -> Scene:
+    """Rollouts: short reaches and many snapshots, so that a few seconds come to each limit."""
+    limits = replace(
+        LIMITS,
+        rewind_steps=chance.choice((3, 8, 12)),
+        snapshot_frames=chance.choice((4, 8)),
+        step_frames=8,
+        rollout_actions=chance.choice((24, 200)),
+    )
+    manners = Manners(
+        paces=chance.choice(((FAST,), (FAST, SLOW))),
+        numbered=chance.choice((0.5, 1)),
+        forgets=chance.choice((0.0, 0.2)),
+        restless_ns=chance.choice((S // 20, S // 8)),
+    )
+    whims = Whims(poison=chance.choice((0.0, 0.1)), full=chance.choice((0.0, 0.3)))
+    dreamers, seconds = chance.randint(1, 3), chance.uniform(1, 2.5)
+    return Scene("dreams", dreamers=dreamers, seconds=seconds, limits=limits, manners=manners, whims=whims)
+
+
+def _dreams_faults(chance: random.Random) -> Scene:
+    scene = _troubled(_dreams(chance), chance)
+    return replace(scene, whims=replace(scene.whims, lossy=chance.choice((0.0, 0.0, 0.2))))
+
+
 SCENERY: Mapping[Scenery, int] = {
     _plain: 6,
     _plain_faults: 16,
@@ -239,6 +290,8 @@ SCENERY: Mapping[Scenery, int] = {
     _verbs: 12,
     _both: 4,
     _leases: 5,
+    _dreams: 12,
+    _dreams_faults: 18,
 }
 """What a seed may draw, with how often it does in a hundred or so."""
 
@@ -255,7 +308,8 @@ def placed(names: tuple[str, ...], replicas: int, fused: bool, limits: Limits, m
     def deploy(name: str) -> PipelineDeploy:
         spec = SPECS[name]
         each = {stage: StageDeploy(replicas=replicas, bytes_per_session=KIB * KIB) for stage in spec.stage_names}
-        together = (spec.stage_names[1:3],) if fused else ()
+        middle = spec.stage_names[1:3] if len(spec.stage_names) > 2 else spec.stage_names
+        together = (middle,) if fused else ()
         return PipelineDeploy(name, max_sessions=most_of_each, stages=each, fuse=together)
 
     return plan(Deploy(tuple(deploy(name) for name in names), limits=limits), SPECS)
@@ -303,7 +357,7 @@ class Faults:
 class Play:
     """One scene, played in one world."""
 
-    def __init__(self, world: World, scene: Scene, judge: Thinker) -> None:
+    def __init__(self, world: World, scene: Scene, judge: Thinker, dynamics: Dynamics) -> None:
         self.world = world
         self.scene = scene
         self.desk = Desk(world, scene.wait_queue, scene.wait_deadline_s)
@@ -315,10 +369,13 @@ class Play:
         self.crowd: list[Talkative] = []
         for index in range(scene.people):
             Talkative(world, self.desk, f"person{index}", scene.manners, scene.habits, judge, self.crowd)
+        self.dreamers: list[Dreamer] = []
+        for index in range(scene.dreamers):
+            Dreamer(world, self.desk, f"dreamer{index}", scene.manners, scene.whims, dynamics, self.dreamers)
 
     @property
     def clients(self) -> Sequence[Client]:
-        return (*self.askers, *self.crowd)
+        return (*self.askers, *self.crowd, *self.dreamers)
 
     def go(self) -> None:
         world, scene = self.world, self.scene
@@ -354,7 +411,14 @@ class Play:
     def _serve(self) -> None:
         """Whoever still has a session gets an answer, and then has everything."""
         world, scene = self.world, self.scene
-        requests = {asker: asker.ask(units=3) for asker in self.askers if asker.on_line and asker.session is not None}
+        requests: dict[Asker | Dreamer, str] = {
+            asker: asker.ask(units=3) for asker in self.askers if asker.on_line and asker.session is not None
+        }
+        for dreamer in self.dreamers:
+            assert dreamer.learnt(), f"{dreamer.name} has a fork that there was no room for (G9)"
+            if dreamer.on_line and dreamer.session is not None:
+                dreamer.begin()
+                requests[dreamer] = dreamer.step(frames=3)
         people = [person for person in self.crowd if person.on_line and person.session is not None]
         for person in people:
             person.tell(TextAppended("are you there"))
@@ -372,6 +436,9 @@ class Play:
             client.has_everything()
         if not scene.faults:
             assert not world.counts["workers_lost"], "a worker is lost that was sound (G9)"
+        if not scene.whims.lossy and "swap" not in scene.faults:  # these may spoil every attempt to make it again
+            assert not world.counts["sim_closed_state_lost"], "a rollout is lost, and nothing that makes it is (G9)"
+        if not scene.faults:
             failed = [name for name in world.counts if name.startswith(("sim_turn_failed", "sim_response_failed"))]
             assert set(failed) <= MAY_FAIL, f"{failed}: turns fail on sound workers (G9)"
 
@@ -422,8 +489,11 @@ def play(seed: int, say: Callable[[str], None] | None = None) -> World:
     if say is not None:
         say(f"seed {seed}: {scene}")
     names = tuple(name for name, _ in scene.asking) + ((VOICE.name,) if scene.people else ())
-    judge = Thinker()
+    names += (DREAM.name,) if scene.dreamers else ()
+    judge, dynamics = Thinker(), Dynamics()
     where = placed(names, scene.replicas, scene.fused, scene.limits, scene.most_of_each)
-    world = World(where, seed, {**MAKE, **SOUND_MAKE, "thinker": judge}, say)
-    Play(world, scene, judge).go()
+    world = World(where, seed, {**MAKE, **SOUND_MAKE, "thinker": judge, "dynamics": dynamics}, say)
+    dynamics.is_full = lambda: world.chance(scene.whims.full)
+    dynamics.is_lost = lambda: world.chance(scene.whims.lossy)
+    Play(world, scene, judge, dynamics).go()
     return world

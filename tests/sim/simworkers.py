@@ -27,7 +27,11 @@ Key = tuple[int, ...]
 
 
 class BrokenError(Exception):
-    """An engine cannot make anything of its input."""
+    """An engine cannot make anything of its input. Its text is the code, where there is one."""
+
+
+Later = Callable[[], Payload]
+"""Output that is made when it is sent: by then the turn may be over, and it is never made. Raises BrokenError."""
 
 
 @dataclass
@@ -49,7 +53,9 @@ class Make:
     prompt = False
     """Takes what it is told at once, behind what turns that came before it bring; else when its turn comes."""
 
-    def turn(self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload) -> Iterable[Payload]:
+    def turn(
+        self, host: Host, stamp: Stamp, params: Mapping[str, Scalar], payload: Payload
+    ) -> Iterable[Payload | Later]:
         """Output for one unit of a turn's input. Raises BrokenError."""
         del host, stamp, params
         return (payload,)
@@ -60,7 +66,8 @@ class Make:
     def fork(self, host: Host, into: Host) -> None:
         """`into` goes on from where `host` is."""
 
-    def snapshot(self, host: Host) -> Payload:
+    def snapshot(self, host: Host) -> Payload | None:
+        """None where there is nothing to be had."""
         del host
         return Payload("nothing")
 
@@ -89,7 +96,7 @@ class SimTurn:
     inputs: int
     credits: dict[str, int]
     inbox: deque[Unit] = field(default_factory=deque)
-    made: deque[Payload] = field(default_factory=deque)
+    made: deque[Payload | Later] = field(default_factory=deque)
     """Output that is not sent yet."""
     kept: dict[str, list[Payload]] = field(default_factory=dict)
     """By receiver: output of a whole edge."""
@@ -373,18 +380,23 @@ class SimWorker:
         if unit.payload is None:
             return
         host = stage.hosts[turn.stamp.session]
-        if self._choked and stage.make.chokes and not turn.params["side"]:
+        if self._choked and stage.make.chokes and not turn.params.get("side"):
             self._choked = False
             host.memory = {"choked": True}
             self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
             return
         try:
             turn.made.extend(stage.make.turn(host, turn.stamp, turn.params, unit.payload))
-        except BrokenError:
-            self._drop(stage, turn.stamp[:4], "stage_error", Outcome.FAILED)
+        except BrokenError as error:
+            self._drop(stage, turn.stamp[:4], str(error) or "stage_error", Outcome.FAILED)
 
     def _send(self, stage: SimStage, turn: SimTurn) -> None:
-        payload = turn.made.popleft()
+        made = turn.made.popleft()
+        try:
+            payload = made if isinstance(made, Payload) else made()
+        except BrokenError as error:
+            self._drop(stage, turn.stamp[:4], str(error) or "stage_error", Outcome.FAILED)
+            return
         stamp = turn.stamp._replace(seq=turn.seq)
         turn.seq += 1
         for route in turn.routes:

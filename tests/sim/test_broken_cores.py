@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from simscenes import draw, play
@@ -12,13 +13,19 @@ from omni_live.runtime.slots import Slots
 from omni_live.sessions.admission import Admission
 from omni_live.sessions.continuity import Continuity
 from omni_live.sessions.conversation import Conversation
+from omni_live.sessions.events import RolloutAt
 from omni_live.sessions.journal import Arrival, InputJournal, OutputJournal
+from omni_live.sessions.past import Actions, Past
+from omni_live.sessions.payload import Payload
 from omni_live.sessions.plain import PlainSession
 from omni_live.sessions.reply import Reply
+from omni_live.sessions.rollout import Awaited, Making, RolloutSession, RolloutTurn
+from omni_live.sessions.serial import SerialSession
 from omni_live.sessions.session import Session
 
 MOST_SEEDS = 150
 """Of the scenes in question: so many are played before a broken core counts as unnoticed."""
+DREAMS = ("dreams", "dreams_faults")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,35 @@ def lets_nobody_in(admission: Admission, place: int) -> list[object]:
     return []
 
 
+def answers_in_order(rollout: RolloutSession, _: object) -> Awaited | None:
+    return rollout._answers.pop(0) if rollout._answers else None
+
+
+def counts_what_is_asked(rollout: RolloutSession, turn: RolloutTurn) -> None:
+    while turn.actions is not None and rollout._past is not None and turn.told < turn.frames:
+        rollout._past.commit(turn.actions, turn.told)
+        turn.told += 1
+
+
+def leaves_the_stage_ahead(rollout: RolloutSession, turn: RolloutTurn) -> None:
+    rollout._emit(RolloutAt(turn.request_id, rollout.position))
+
+
+def replays_nothing(rollout: RolloutSession, making: Making, past: Past, actions: Actions) -> None:
+    rollout._made(making)
+
+
+def moves_without_a_fence(rollout: SerialSession[Any, Any], reason: str) -> None:
+    if rollout._turn is not None:
+        rollout._cut(rollout._turn, reason)
+    rollout._drop_waiting(reason)
+
+
+def knocks_with_a_start(rollout: RolloutSession, making: Making) -> None:
+    making.knocked, making.since_ns = True, rollout._now
+    rollout._feed(Payload("reset", {"seed": 0}), "knock", 0)
+
+
 CORES = (
     Broken("fences nothing on an interruption", Conversation, "_fence", no_fence, ("interrupts",)),
     Broken("raises no epoch", Session, "_raise_fence", nothing, ("plain",)),
@@ -77,6 +113,12 @@ CORES = (
     Broken("fails no turn of a dead replica", Orchestrator, "_fail", nothing, ("plain_faults",)),
     Broken("gives no credit", Orchestrator, "_credit", nothing, ("plain",)),
     Broken("forgets who waits on close", PlainSession, "_end_turns", nothing, ("caps", "leases")),
+    Broken("leaves the stage ahead of what came", RolloutSession, "_over", leaves_the_stage_ahead, DREAMS),
+    Broken("counts frames that did not come", RolloutSession, "_went_out", counts_what_is_asked, DREAMS),
+    Broken("makes a lost state without its actions", RolloutSession, "_replay", replays_nothing, DREAMS),
+    Broken("moves a rollout without a fence", RolloutSession, "_interrupt", moves_without_a_fence, DREAMS),
+    Broken("takes any answer for the next", RolloutSession, "_answered", answers_in_order, DREAMS),
+    Broken("takes a start for what was given back", RolloutSession, "_knock", knocks_with_a_start, DREAMS),
 )
 
 

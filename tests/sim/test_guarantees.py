@@ -103,7 +103,8 @@ def test_every_kind_of_scene_is_played(report: Report) -> None:
 
 
 def test_g1_no_content_of_a_fenced_turn_reaches_a_client(report: Report) -> None:
-    report.keeps("G1", "sim_dropped_fenced_content", "voided_frames", "tentative_discarded", "sim_restores")
+    moves = ("sim_restores", "sim_moves")
+    report.keeps("G1", "sim_dropped_fenced_content", "voided_frames", "tentative_discarded", *moves)
 
 
 def test_g2_the_caps_hold_and_are_reached(report: Report) -> None:
@@ -111,7 +112,7 @@ def test_g2_the_caps_hold_and_are_reached(report: Report) -> None:
 
 
 def test_g3_what_a_session_took_is_released_once(report: Report) -> None:
-    report.keeps("G3", "sim_unavailable", "sim_resumes", "sim_forks", "workers_lost")
+    report.keeps("G3", "sim_unavailable", "sim_resumes", "sim_forks", "sim_rollout_forks", "workers_lost")
 
 
 def test_g4_every_turn_ends_once_and_is_done_only_when_it_is_whole(report: Report) -> None:
@@ -124,7 +125,7 @@ def test_g5_nothing_revives_what_is_over(report: Report) -> None:
 
 
 def test_g6_sessions_share_nothing_and_poison_ends_its_own_turn(report: Report) -> None:
-    report.keeps("G6", "sim_turn_failed_stage_error", "sim_forks")
+    report.keeps("G6", "sim_turn_failed_stage_error", "sim_turn_failed_world_error", "sim_forks", "sim_rollout_forks")
 
 
 def test_g7_streams_have_no_holes_but_the_voids_that_are_named(report: Report) -> None:
@@ -134,6 +135,15 @@ def test_g7_streams_have_no_holes_but_the_voids_that_are_named(report: Report) -
 def test_g8_the_model_sees_what_was_heard(report: Report) -> None:
     edits = ("turn_restarted", "tentative_adopted", "context_dropped", "sim_snapshots", "sim_restores", "sim_forks")
     report.keeps("G8", "sim_heard_exactly", *edits)
+
+
+def test_g8_a_frame_is_what_its_start_and_actions_make(report: Report) -> None:
+    report.keeps("G8", "sim_frames_again", "sim_moves", "sim_rollout_forks", "sim_turn_interrupted_rewind")
+
+
+def test_g9_a_rollout_is_made_again_and_a_fork_without_room_is_told(report: Report) -> None:
+    refused = ("sim_closed_pool_full", "sim_turn_failed_bad_snapshot")
+    report.keeps("G9", "states_out_of_step", "sim_turn_failed_replica_lost", "stale_finding", *refused)
 
 
 def test_g9_a_dead_replica_costs_its_own_sessions_one_turn(report: Report) -> None:

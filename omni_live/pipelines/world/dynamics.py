@@ -70,9 +70,14 @@ class Memory:
     is_suspect: bool = False
     """The world failed on its actions. Served alone from then on, it cannot cost others another batch."""
 
-    unrestored: str = ""
-    """Why the last restore was refused. A session learns of that from the cut that it sends behind one: without this,
-    the cut would be answered for a past that the session means to have left."""
+    refused: str = ""
+    """Why the last restore, or the fork that it is to be, was refused. A session learns of that from the cut that it
+    sends behind either."""
+
+    @property
+    def position(self) -> int:
+        """Number of the last frame; -1 where there is none."""
+        return -1 if self.pages is None else self.pages.end - 1
 
     def started(self) -> Pages:
         """Its latents. Raises Refused where there are none yet."""
@@ -83,7 +88,14 @@ class Memory:
     def replace(self, pages: Pages, seed: int) -> None:
         if self.pages is not None:
             self.pages.close()
-        self.pages, self.seed, self.unrestored = pages, seed, ""
+        self.pages, self.seed, self.refused = pages, seed, ""
+        self.moves += 1
+
+    def clear(self) -> None:
+        """Be as it was when the session was opened."""
+        if self.pages is not None:
+            self.pages.close()
+        self.pages, self.refused = None, ""
         self.moves += 1
 
 
@@ -146,11 +158,12 @@ class Dynamics:
     Turns fail with: bad_actions, no_actions, step_out_of_order, step_unknown, not_started, pool_full, world_error,
     frame_not_finite, unknown_session; all but the frames that were not emitted stay committed.
 
-    A session is told: "reset" (meta `seed`; array `image` uint8, one frame, or none: one of the world's starts by the
-    seed), "rewind" (meta `step`: back to it), "cut" (the same, for frames that were never delivered; from a position
-    that is not beyond it, it does nothing; right after a restore that failed, it is refused as that was). It reports
-    "at", meta `step`: the position; or "refused", meta `code` (bad_reset, not_started, bad_step, rewind_ahead,
-    rewind_too_far, pool_full, world_error, bad_snapshot) and `step`.
+    A session is told: "clear" (it has no past any more, and stands at -1), "reset" (meta `seed`; array `image` uint8,
+    one frame, or none: one of the world's starts by the seed), "rewind" (meta `step`: back to it), "cut" (the same, for
+    frames that were never delivered; from a position that is not beyond it, it does nothing; right after a restore or a
+    fork that failed, it is refused as that was). It reports "at", meta `step`: the position; or "refused", meta `code`
+    (bad_reset, not_started, bad_step, rewind_ahead, rewind_too_far, pool_full, world_error, bad_snapshot) and `step`;
+    both with the meta `ask` of what it answers.
     """
 
     inline = False
@@ -202,8 +215,11 @@ class Dynamics:
     def listen(self, session: SessionKey, payload: Payload) -> None:
         memory = self._memory(session)
         step = param_int(payload.meta, "step", -1)
+        answer: dict[str, Scalar]
         try:
             match payload.kind:
+                case "clear":
+                    memory.clear()
                 case "reset":
                     self._reset(memory, payload)
                 case "rewind":
@@ -213,9 +229,12 @@ class Dynamics:
                 case _:
                     return
         except Refused as refused:
-            self._host.find(session, Payload("refused", {"code": refused.code, "step": step}))
+            kind, answer = "refused", {"code": refused.code, "step": step}
         else:
-            self._host.find(session, Payload("at", {"step": memory.started().end - 1}))
+            kind, answer = "at", {"step": memory.position}
+        if "ask" in payload.meta:
+            answer["ask"] = payload.meta["ask"]
+        self._host.find(session, Payload(kind, answer))
 
     def _reset(self, memory: Memory, payload: Payload) -> None:
         seed = param_int(payload.meta, "seed", 0) & _SEEDS
@@ -256,7 +275,7 @@ class Dynamics:
         self._go_back(memory, step)
 
     def _cut(self, memory: Memory, step: int) -> None:
-        code, memory.unrestored = memory.unrestored, ""
+        code, memory.refused = memory.refused, ""
         if code:
             raise Refused(code)
         if step < memory.started().end - 1:
@@ -282,14 +301,14 @@ class Dynamics:
         return max(self._oldest(pages), pages.end - 1 - self._rewind_steps)
 
     def fork(self, session: SessionKey, into: SessionKey) -> None:
-        """Refused where no page is free, since the fork could not go its own way."""
+        """Where no page is free the fork could not go its own way: it is empty then, and its first cut is refused."""
         memory = self._memory(session)
         if memory.pages is None:
-            self._memories[into] = Memory()
-            return
-        if not self._pool.free_pages:
-            raise SessionError(session, PoolFull.code)
-        self._memories[into] = Memory(memory.pages.fork(), memory.seed, is_suspect=memory.is_suspect)
+            self._memories[into] = Memory(refused=memory.refused)
+        elif not self._pool.free_pages:
+            self._memories[into] = Memory(refused=PoolFull.code)
+        else:
+            self._memories[into] = Memory(memory.pages.fork(), memory.seed, is_suspect=memory.is_suspect)
 
     def snapshot(self, session: SessionKey) -> Payload:
         pages = self._memory(session).pages
@@ -309,7 +328,7 @@ class Dynamics:
         try:
             self._restore(memory, payload)
         except Refused as refused:
-            memory.unrestored = refused.code
+            memory.refused = refused.code
             raise SessionError(session, refused.code) from None
 
     def _restore(self, memory: Memory, payload: Payload) -> None:

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from omni_live.engines.contract import SessionError
-from omni_live.pipelines.world.dynamics import PAGE_RECORDS, UNDELIVERED
+from omni_live.engines.pages import PagePool, Pages, record_bytes
+from omni_live.pipelines.registry import WORLD
+from omni_live.pipelines.world.dynamics import MIB, PAGE_RECORDS, UNDELIVERED
 from omni_live.pipelines.world.fake import FakeWorld
+from omni_live.pipelines.world.table_world import TableWorld
 from omni_live.protocols.arrays import Array, array, pack
 from omni_live.sessions.payload import Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, session_key
@@ -217,6 +220,27 @@ def refused(bench: Bench, payload: Payload) -> None:
     assert used(bench) == before
 
 
+def test_a_session_that_forgets_its_past_stands_nowhere_and_holds_nothing(bench: Bench) -> None:
+    bench.open(0)
+    turn = bench.roll(0, 1, 3)
+    bench.step()
+    assert bench.tell(0, "clear", step=-1) == ("at", -1)
+    assert used(bench) == 0
+    bench.run()
+    assert failed(turn) in {"not_started", "step_out_of_order"}
+    assert bench.tell(0, "cut", step=0) == ("refused", "not_started")
+    bench.engine.open(key(1), {})
+    assert bench.tell(1, "clear", step=-1) == ("at", -1)
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("cut", "at"), ("rewind", "at"), ("rewind", "refused")])
+def test_an_answer_names_what_it_answers(bench: Bench, kind: str, answer: str) -> None:
+    bench.open(0)
+    bench.engine.listen(key(0), Payload(kind, {"step": 0 if answer == "at" else 9, "ask": 7}))
+    _, found = bench.host.found.pop()
+    assert (found.kind, found.meta["ask"]) == (answer, 7)
+
+
 def test_a_cut_behind_a_restore_that_failed_says_so_and_cuts_nothing(bench: Bench) -> None:
     bench.open(0)
     bench.rolled(0, 1, 5)
@@ -261,11 +285,23 @@ def test_at_the_cap_a_fork_is_refused_and_the_parent_lives() -> None:
     bench.open(0)
     bench.rolled(0, 1, PAGE_RECORDS)
     assert used(bench) == bench.engine.load_now().bytes_cap
-    with pytest.raises(SessionError, match="pool_full"):
-        fork(bench, 0, 1)
-    with pytest.raises(SessionError, match="unknown_session"):
+    fork(bench, 0, 1)
+    fork(bench, 1, 2)
+    assert bench.tell(1, "cut", step=PAGE_RECORDS) == bench.tell(2, "cut", step=3) == ("refused", "pool_full")
+    with pytest.raises(SessionError, match="not_started"):
         bench.engine.snapshot(key(1))
     bench.rolled(0, PAGE_RECORDS + 1)
+
+
+def test_admission_counts_a_session_as_what_it_keeps_at_most() -> None:
+    pool = PagePool(PAGE_RECORDS * record_bytes(TableWorld.LATENT, np.float32), MIB)
+    pages, most = Pages(pool, TableWorld.LATENT, np.float32), 0
+    for _ in range(2_000):
+        pages.append(np.zeros(TableWorld.LATENT, np.float32))
+        most = max(most, pool.used_bytes)
+        pages.trim(256 + UNDELIVERED + TableWorld.CONTEXT)
+    counted = WORLD.stage("dynamics").bytes_per_session
+    assert 0.9 * counted <= most <= counted
 
 
 def test_a_turn_that_fills_the_pool_keeps_the_frames_it_made() -> None:
