@@ -59,6 +59,7 @@ class Door(StrEnum):
     LIVE = "live"
     OPENPI = "openpi"
     WORLD = "world"
+    VIDEO = "video"
     OPENAI = "openai"
 
 

@@ -9,6 +9,8 @@ from omni_live.pipelines.spec import SessionKind
 from omni_live.protocols.duplex.asgi import DuplexDoor
 from omni_live.protocols.openpi.asgi import PATHS, OpenPiDoor
 from omni_live.protocols.openpi.contract import Contract
+from omni_live.protocols.video.asgi import PATH as VIDEO_PATH
+from omni_live.protocols.video.asgi import VideoDoor
 from omni_live.protocols.world.asgi import Served, WorldDoor
 from omni_live.server.auth import App
 from omni_live.server.desk import FrontDesk
@@ -32,6 +34,8 @@ def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[st
     rollouts = worlds(plan)
     if Door.WORLD in plan.server.doors and rollouts:
         doors[WORLD_PATH] = WorldDoor(desk, plan.limits, rollouts, metrics)
+    if Door.VIDEO in plan.server.doors and rollouts:
+        doors[VIDEO_PATH] = VideoDoor(desk, plan.limits, rollouts, metrics)
     return doors
 
 
