@@ -13,6 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_live.clients.envs import table
+
 Places = NDArray[np.float64]
 Images = NDArray[np.uint8]
 Branches = NDArray[np.float32]
@@ -20,12 +22,11 @@ Branches = NDArray[np.float32]
 
 STRIDE: Final = 2
 """Actions of a frame."""
-DISCS: Final = {"red": (214, 60, 50), "green": (60, 160, 75), "blue": (60, 95, 200)}
-PUSHER: Final = (30, 30, 30)
-ZONES: Final = {"left": (0.10, 0.5), "right": (0.90, 0.5), "top": (0.5, 0.10), "bottom": (0.5, 0.90)}
+DISCS: Final = dict(table.DISCS)
+PUSHER: Final = table.PUSHER_RGB
+ZONES: Final = {name: (place.real, place.imag) for name, place in table.ZONES}
 
-_STEP: Final = 0.022  # table widths that the pusher moves in an action of length 1
-_TOUCH: Final = 0.105  # between the centres of a pusher and a disc that touch
+_TOUCH: Final = table.DISC_RADIUS + table.PUSHER_RADIUS
 _BEHIND: Final = 0.13  # from the disc's centre to where a push begins
 _ORBIT: Final = 0.15  # of the way round a disc
 _TURN: Final = 0.6  # rad between two waypoints of that way
@@ -164,8 +165,8 @@ def _approach(disc: Places, pusher: Places, target: Places, bend: float, side: i
     moves = np.zeros((length, 2))
     for step in range(length):
         wish = _waypoint(at, where, ahead, side) - at
-        moves[step] = wish / max(float(np.linalg.norm(wish)), _STEP)
-        at = at + moves[step] * _STEP
+        moves[step] = wish / max(float(np.linalg.norm(wish)), table.STEP_LENGTH)
+        at = at + moves[step] * table.STEP_LENGTH
         arm = where - at
         reach = float(np.linalg.norm(arm))
         if reach < _TOUCH:
@@ -180,7 +181,7 @@ def _waypoint(at: Places, disc: Places, ahead: Places, side: int) -> Places:
     if abs(off) < 0.4:
         aside = float(ahead[0] * arm[1] - ahead[1] * arm[0])
         if np.linalg.norm(arm) < _BEHIND + 0.03:
-            return at + ahead * _STEP + _turned(ahead, np.pi / 2) * -aside * 0.8
+            return at + ahead * table.STEP_LENGTH + _turned(ahead, np.pi / 2) * -aside * 0.8
         return disc - ahead * (_BEHIND - 0.01)
     if abs(off) > np.pi - 0.5:
         off = abs(off) * side

@@ -34,13 +34,13 @@ _TOUCH: Final = DISC_RADIUS + PUSHER_RADIUS
 _APART: Final = 2.3 * DISC_RADIUS  # between any two bodies at the start
 _PAIRS: Final = ((0, 1), (0, 2), (1, 2))
 
-_DISCS: Final[tuple[tuple[str, Rgb], ...]] = (
+DISCS: Final[tuple[tuple[str, Rgb], ...]] = (
     ("red", (214, 60, 50)),
     ("green", (60, 160, 75)),
     ("blue", (60, 95, 200)),
 )
-_ZONES: Final = (("left", 0.10 + 0.5j), ("right", 0.90 + 0.5j), ("top", 0.5 + 0.10j), ("bottom", 0.5 + 0.90j))
-_PUSHER_RGB: Final = (30, 30, 30)
+ZONES: Final = (("left", 0.10 + 0.5j), ("right", 0.90 + 0.5j), ("top", 0.5 + 0.10j), ("bottom", 0.5 + 0.90j))
+PUSHER_RGB: Final = (30, 30, 30)
 _TABLE_RGB: Final = (232, 232, 232)
 _ZONE_RGB: Final = (205, 200, 180)
 
@@ -58,12 +58,12 @@ class Task(NamedTuple):
     zone: int
 
 
-TASKS: Final = tuple(Task(disc, zone) for disc in range(len(_DISCS)) for zone in range(len(_ZONES)))
+TASKS: Final = tuple(Task(disc, zone) for disc in range(len(DISCS)) for zone in range(len(ZONES)))
 
 
 def prompt(task: Task) -> str:
     """The task as a sentence: "push the red disc to the left zone"."""
-    return f"push the {_DISCS[task.disc][0]} disc to the {_ZONES[task.zone][0]} zone"
+    return f"push the {DISCS[task.disc][0]} disc to the {ZONES[task.zone][0]} zone"
 
 
 class TableEnv:
@@ -98,7 +98,7 @@ class TableEnv:
 
     def success(self) -> bool:
         """Whether the task's disc lies in the task's zone."""
-        return abs(self._discs[self.task.disc] - _ZONES[self.task.zone][1]) < ZONE_RADIUS
+        return abs(self._discs[self.task.disc] - ZONES[self.task.zone][1]) < ZONE_RADIUS
 
     def observe(self) -> Observation:
         """What the robot sees now, in arrays of its own."""
@@ -111,9 +111,9 @@ class TableEnv:
     def render(self) -> NDArray[np.uint8]:
         """The table from above: uint8[64, 64, 3], RGB, edges smoothed."""
         image = _BACKGROUND.copy()
-        for place, (_, colour) in zip(self._discs, _DISCS, strict=True):
+        for place, (_, colour) in zip(self._discs, DISCS, strict=True):
             _paint(image, place, DISC_RADIUS, colour)
-        _paint(image, self._pusher, PUSHER_RADIUS, _PUSHER_RGB)
+        _paint(image, self._pusher, PUSHER_RADIUS, PUSHER_RGB)
         return image.astype(np.uint8)
 
     @property
@@ -186,7 +186,7 @@ _CENTRES: Final = (np.arange(SIDE, dtype=np.float32) + 0.5) / SIDE
 
 def _background() -> NDArray[np.float32]:
     image = np.full((SIDE, SIDE, 3), _TABLE_RGB, np.float32)
-    for _, zone in _ZONES:
+    for _, zone in ZONES:
         away = np.maximum(abs(_CENTRES[None, :] - zone.real), abs(_CENTRES[:, None] - zone.imag))
         image[away < 0.9 * ZONE_RADIUS] = _ZONE_RGB
     return image
@@ -216,7 +216,7 @@ def expert(env: TableEnv) -> NDArray[np.float32]:
 
     Succeeds in at least 95 % of worlds within 150 steps; discs that are jammed in a corner are the rest.
     """
-    disc, goal = env.discs[env.task.disc], _ZONES[env.task.zone][1]
+    disc, goal = env.discs[env.task.disc], ZONES[env.task.zone][1]
     ahead = _unit(goal - disc)
     wish = _wish(env.pusher, disc, ahead)
     action = wish / max(abs(wish), STEP_LENGTH)

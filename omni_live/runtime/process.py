@@ -350,6 +350,7 @@ class Process:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
+        self._readers.clear()  # a mapping keeps the memory of a segment that is unlinked
         unlink_segments(self._directory, feeder_name(self.worker))
         unlink_segments(self._directory, producer_name(self.worker))
         socket_path(self._directory, self.worker).unlink(missing_ok=True)

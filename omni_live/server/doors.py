@@ -11,7 +11,8 @@ from omni_live.protocols.openpi.asgi import PATHS, OpenPiDoor
 from omni_live.protocols.openpi.contract import Contract
 from omni_live.protocols.video.asgi import PATH as VIDEO_PATH
 from omni_live.protocols.video.asgi import VideoDoor
-from omni_live.protocols.world.asgi import Served, WorldDoor
+from omni_live.protocols.world.asgi import WorldDoor
+from omni_live.protocols.world.contract import Served
 from omni_live.server.auth import App
 from omni_live.server.desk import FrontDesk
 from omni_live.server.metrics import Metrics

@@ -17,7 +17,7 @@ from omni_live.protocols.video.film import Block, Film, Message
 from omni_live.protocols.video.messages import Interaction, Ping, Start, Stop
 from omni_live.protocols.websocket import Meter
 from omni_live.protocols.websocket.asgi import Connection, Frame, Receive, Scope, Send
-from omni_live.protocols.world.asgi import Served
+from omni_live.protocols.world.contract import Served
 from omni_live.protocols.world.rollouts import MESSAGE_BYTES, numbered
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.settings import Settings

@@ -6,7 +6,7 @@ the world runs here, but pictures are compressed: in a thread where they are lar
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Self, assert_never
 
 from omni_live.protocols.desk import Desk, Refused, ResumeRefused
@@ -15,7 +15,7 @@ from omni_live.protocols.websocket import Meter
 from omni_live.protocols.websocket.asgi import Connection, Frame, Receive, Scope, Send
 from omni_live.protocols.world import messages
 from omni_live.protocols.world.arrays import FORMATS, RAW
-from omni_live.protocols.world.contract import WorldContract
+from omni_live.protocols.world.contract import Served
 from omni_live.protocols.world.messages import MSGPACK_SUBPROTOCOL, Credit, Describe, Fork, Open, Resume, Show, Told
 from omni_live.protocols.world.rollouts import Item, Message, Outlet, Rollout, numbered
 from omni_live.sessions.inputs import WorldResetAsked
@@ -28,15 +28,6 @@ _OWN_CODES: Final = frozenset({"unknown_type", "bad_snapshot"})
 """What is wrong with a message, where it is not one of its fields."""
 _BREATH: Final = 64
 """Frames sent before the others get their turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A world model behind the door."""
-
-    contract: WorldContract
-    outputs: Mapping[str, str]
-    """Output -> the stage that makes it."""
 
 
 class WorldDoor:
@@ -80,7 +71,8 @@ class _Talk:
         self._rollouts: dict[str, Rollout] = {}
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._model, self._world = next(iter(door.worlds.items()))
+        self._model = next(iter(door.worlds))
+        """Taken where a client names none."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +83,7 @@ class _Talk:
 
     async def run(self) -> None:
         """Take requests and send what comes of them until either side ends it."""
-        self._outlet.say(self._about(self._model))
+        self._outlet.say(self._about())
         async with self._group:
             writer = self._group.create_task(self._write())
             heard = 0
@@ -124,7 +116,7 @@ class _Talk:
         if rollout is None or item.frame is None:
             await self._connection.send(messages.dump(item.message, binary=self._binary))
             return
-        height, width, _ = self._world.contract.frame
+        height, width, _ = rollout.world.contract.frame
         if item.form != RAW and height * width > _INLINE_PIXELS:
             written = await asyncio.to_thread(rollout.written, item)
         else:
@@ -147,7 +139,7 @@ class _Talk:
             return
         try:
             request_id = messages.request_of(message)
-            asked = messages.read(message, self._world.contract, self._next_id)
+            asked = messages.read(message, self._named(message).contract, self._next_id)
         except Faulty as faulty:
             code = faulty.fault.code if faulty.fault.code in _OWN_CODES else "bad_field"
             self._refuse(replace(faulty.fault, code=code), request_id)
@@ -156,13 +148,21 @@ class _Talk:
             case Open():
                 self._start(asked)
             case Describe():
-                self._outlet.say({**self._about(self._model), "request_id": asked.request_id})
+                self._outlet.say({**self._about(), "request_id": asked.request_id})
             case Resume():
                 self._resume(asked)
             case Fork() | Credit() | Told():
                 self._of_session(asked)
             case _:
                 assert_never(asked)
+
+    def _named(self, message: Message) -> Served:
+        """The world that the message is about; some world where it names none that is there, which is found out later."""
+        rollout = self._rollouts.get(messages.session_of(message))
+        if rollout is not None:
+            return rollout.world
+        worlds = self._door.worlds
+        return worlds.get(messages.model_of(message) or "", worlds[self._model])
 
     def _of_session(self, asked: Fork | Credit | Told) -> None:
         rollout = self._rollouts.get(asked.session_id)
@@ -191,7 +191,7 @@ class _Talk:
         if model not in self._door.worlds:
             self._refuse(Fault("model_not_found", "There is no world of that name.", "model"), asked.request_id)
             return
-        rollout = self._rollout(asked.show)
+        rollout = self._rollout(model, asked.show)
         try:
             line = await self._door.desk.open(model, Settings(model=model), rollout, self._connection.owner)
         except Refused as refused:
@@ -203,7 +203,7 @@ class _Talk:
 
     def _fork(self, parent: Rollout, asked: Fork) -> None:
         for made in range(asked.count):
-            child = self._rollout(asked.show or parent.show)
+            child = self._rollout(parent.model, asked.show or parent.show)
             try:
                 assert parent.line is not None
                 line = self._door.desk.fork(parent.line, asked.step, child, self._connection.owner)
@@ -214,7 +214,11 @@ class _Talk:
             self._opened(child, asked.request_id, {"forked_from": parent.session_id})
 
     def _resume(self, asked: Resume) -> None:
-        rollout = self._rollout(asked.show)
+        model = asked.model or self._model
+        if model not in self._door.worlds:
+            self._refuse(Fault("model_not_found", "There is no world of that name.", "model"), asked.request_id)
+            return
+        rollout = self._rollout(model, asked.show)
         rollout.session_id = asked.session_id  # what is said again comes before the line does
         try:
             line = self._door.desk.resume(asked.session_id, asked.token, asked.seen, 0, rollout, self._connection.owner)
@@ -227,12 +231,13 @@ class _Talk:
 
     def _opened(self, rollout: Rollout, request_id: str, facts: Message) -> None:
         self._rollouts[rollout.session_id] = rollout
-        rollout.opened(request_id, {"credits": rollout.credits, "world": self._facts(), **facts})
+        rollout.opened(request_id, {"credits": rollout.credits, "world": self._facts(rollout.model), **facts})
 
-    def _rollout(self, show: Show) -> Rollout:
+    def _rollout(self, model: str, show: Show) -> Rollout:
         limits = self._door.limits
         return Rollout(
-            self._world.outputs,
+            model,
+            self._door.worlds[model],
             show,
             limits.rollout_credits,
             self._woke,
@@ -274,11 +279,12 @@ class _Talk:
             self._door.meter.connection_lost("slow_consumer")
             self._connection.abort()
 
-    def _facts(self) -> Message:
-        return about(self._model, self._world, self._door.limits)
+    def _facts(self, model: str) -> Message:
+        return about(model, self._door.worlds[model], self._door.limits)
 
-    def _about(self, model: str) -> Message:
-        return {"type": "server.world", **about(model, self._door.worlds[model], self._door.limits)}
+    def _about(self) -> Message:
+        """The default world, and the names of all."""
+        return {"type": "server.world", **self._facts(self._model), "models": list(self._door.worlds)}
 
 
 def about(model: str, served: Served, limits: Limits) -> Message:

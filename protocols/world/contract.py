@@ -1,5 +1,6 @@
 """What a world model predicts and what it takes, as the world door announces it and checks requests against it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,15 @@ class WorldContract:
             "action_low": self.action_low,
             "action_high": self.action_high,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A world model behind a door."""
+
+    contract: WorldContract
+    outputs: Mapping[str, str]
+    """Output -> the stage that makes it."""
 
 
 TABLE_TOP: Final = WorldContract(frame=(64, 64, 3), latent=(2, 1, 4), action=(2, 2), rate_hz=5.0)

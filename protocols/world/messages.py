@@ -65,6 +65,7 @@ class Resume:
     token: str
     seen: int
     show: Show
+    model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,18 @@ def request_of(message: Mapping[str, Wire]) -> str | None:
     return given if isinstance(given, str) and 0 < len(given) <= MAX_ID_CHARS and given.isprintable() else None
 
 
+def model_of(message: Mapping[str, Wire]) -> str | None:
+    """The world that the message names, where it names one."""
+    given = message.get("model")
+    return given if isinstance(given, str) else None
+
+
+def session_of(message: Mapping[str, Wire]) -> str:
+    """The session that the message is for, "" where it names none."""
+    given = message.get("session_id")
+    return given if isinstance(given, str) else ""
+
+
 def read(message: dict[str, Wire], contract: WorldContract, next_id: Callable[[], str]) -> Request:
     """What the message asks for. Raises Faulty."""
     fields = Fields(message)
@@ -133,7 +146,10 @@ def read(message: dict[str, Wire], contract: WorldContract, next_id: Callable[[]
         case "session.resume":
             session_id = needed(fields, "session_id", fields.identifier("session_id"))
             token = needed(fields, "token", fields.identifier("token"))
-            asked = Resume(request_id, session_id, token, fields.integer("last_seq") or 0, read_show(fields))
+            asked = Resume(
+                request_id, session_id, token, fields.integer("last_seq") or 0, read_show(fields), model_of(message)
+            )
+            fields.ignore(("model",))
         case _:
             asked = _of_session(kind, request_id, fields, contract)
     fields.done()

@@ -9,7 +9,7 @@ Frames that a fence made stale are dropped; the `done` of their request says whe
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
@@ -20,6 +20,7 @@ from omni_live.protocols.arrays import BadPayload, array
 from omni_live.protocols.desk import Line
 from omni_live.protocols.fields import Wire
 from omni_live.protocols.world.arrays import RAW, array_value, picture_value, seal
+from omni_live.protocols.world.contract import Served
 from omni_live.protocols.world.messages import Show
 from omni_live.sessions import events as ev
 from omni_live.sessions.effects import Effect, Emit, RaiseFence, Release, Replace
@@ -55,14 +56,12 @@ class Item:
 
 
 class Rollout:
-    """One session, as its client sees it: the session's mailbox. `wake` is called when something may be sent.
-
-    `stages` tells which stage makes which output.
-    """
+    """One session, as its client sees it: the session's mailbox. `wake` is called when something may be sent."""
 
     def __init__(
         self,
-        stages: Mapping[str, str],
+        model: str,
+        world: Served,
         show: Show,
         credits: int,
         wake: Callable[["Rollout"], None],
@@ -70,6 +69,8 @@ class Rollout:
         *,
         most_waiting: int,
     ) -> None:
+        self.model = model
+        self.world = world
         self.show = show
         self.line: Line | None = None
         self.session_id = ""
@@ -77,8 +78,8 @@ class Rollout:
         """Number of the last frame that the session told of."""
         self.credits = credits if show.credits is None else show.credits
         self.nbytes = 0
-        self._stages = stages
-        self._names = {stage: output for output, stage in stages.items()}
+        self._stages = world.outputs
+        self._names = {stage: output for output, stage in world.outputs.items()}
         self._wake = wake
         self._over = over
         self._most_waiting = most_waiting
@@ -348,11 +349,6 @@ class Rollout:
         for asked in self._asked:
             self._say("done", asked.request_id, status="interrupted", reason=reason, step=self.position)
         self._asked.clear()
-
-    @property
-    def is_spent(self) -> bool:
-        """Over, and everything of it sent."""
-        return self._is_over and not self._items
 
 
 class Outlet:

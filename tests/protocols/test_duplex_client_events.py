@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_live.protocols.duplex import Decoder, OpenAsked, ResumeAsked, Told, default_settings, describe
@@ -388,6 +388,7 @@ JSON_VALUES = st.recursive(
 NAMES = ("session", "item", "item_id", "audio", "response", "played_ms", "text", "event", "input_seq", "event_id")
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first text of all takes a second to draw
 @given(st.sampled_from(sorted(READERS)), st.dictionaries(st.sampled_from(NAMES), JSON_VALUES))
 def test_no_field_of_no_event_gets_an_exception_out(kind: str, fields: dict[str, Any]) -> None:
     for heard in Decoder().decode(json.dumps({**fields, "type": kind}), SETTINGS):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -455,6 +456,26 @@ async def test_what_is_handed_on_untouched_lies_in_one_place_and_survives_the_de
             on.port(stage).drain()
         await on.until(lambda: len(on.exits) == 3)
         assert sorted(on.exits.values()) == ["exit:0", "exit:0", "killed"]  # nothing is held for the dead one
+
+
+async def test_of_a_worker_that_died_nothing_stays_mapped() -> None:
+    async with house(plan("a")) as on:
+        stamp = on.open(Fence(0, 1)).stamp(1)
+        on.chain(stamp, "a")
+        on.feed("a", stamp, BIG)
+        await on.until(lambda: on.ended("a", stamp))
+        assert on.heard(stamp) == [BIG]
+        dead = on.port("a")  # whoever still names it keeps none of its memory
+        assert _segments(on)
+        dead.kill()
+        await on.until(lambda: on.exits)
+        assert not _segments(on)
+
+
+def _segments(on: House) -> list[str]:
+    """The arenas that are mapped here: the workers', and those that they are fed through."""
+    names = re.compile(re.escape(str(on.directory.path)) + r"/[ws]\d+\.\d+")
+    return names.findall(Path("/proc/self/maps").read_text())
 
 
 async def test_a_stage_whose_producer_died_before_it_opened_the_turn_answers_the_abort() -> None:

@@ -12,7 +12,7 @@ from omni_live.protocols.desk import Line, Mailbox, Refused
 from omni_live.protocols.video import encoding
 from omni_live.protocols.video.asgi import VideoDoor
 from omni_live.protocols.video.encoding import EncodingFailed
-from omni_live.protocols.world.asgi import Served
+from omni_live.protocols.world.contract import Served
 from omni_live.sessions.limits import Limits
 from omni_live.sessions.settings import Settings
 
