@@ -157,7 +157,7 @@ class _Talk:
                 assert_never(asked)
 
     def _named(self, message: Message) -> Served:
-        """The world that the message is about; some world where it names none that is there, which is found out later."""
+        """The world that the message is about; the default where it names none, or one that is not there."""
         rollout = self._rollouts.get(messages.session_of(message))
         if rollout is not None:
             return rollout.world
