@@ -274,7 +274,7 @@ def check_film() -> None:
         raise CannotRender("--render needs Pillow: pip install pillow") from None
 
 
-def write_film(film: list[Frame], path: Path) -> None:
+def write_film(film: list[Frame], path: Path, frame_ms: int = FRAME_MS) -> None:
     """An animated GIF, `ZOOM` times as large as the table. Raises CannotRender, OSError."""
     check_film()
     from PIL import Image
@@ -284,4 +284,4 @@ def write_film(film: list[Frame], path: Path) -> None:
         for frame in film
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    images[0].save(path, format="GIF", save_all=True, append_images=images[1:], duration=FRAME_MS, loop=0)
+    images[0].save(path, format="GIF", save_all=True, append_images=images[1:], duration=frame_ms, loop=0)

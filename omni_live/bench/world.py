@@ -11,6 +11,7 @@ import re
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -24,8 +25,10 @@ from omni_live.bench.report import Progress, Row, Value
 from omni_live.bench.server import Endpoint, NoServer, own_server
 from omni_live.clients.envs.table import TASKS, TableEnv, expert
 from omni_live.clients.planner import Planner, RandomPolicy, drive_table
-from omni_live.clients.planner_link import Door, ServedDreams, WorldError, door
+from omni_live.clients.planner_link import ServedDreams
 from omni_live.clients.planning import Images
+from omni_live.clients.world import Link, World, connect
+from omni_live.clients.world_errors import WorldError
 from omni_live.pipelines.world.quality import compared
 from omni_live.pipelines.world.rollouts import Episode, record
 
@@ -98,13 +101,13 @@ def actions(frames: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).uniform(-0.7, 0.7, (frames, 2, 2)).astype(np.float32)
 
 
-async def quality(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
+async def quality(link: Link, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
     """Dreams of the server, beside what truly happened; with the true actions, from one true frame."""
     table = TableEnv(20_001)  # no episode that it learned from
     episodes = list(record(table, lambda: expert(table), TASKS, work.episodes, 20_001, max(MEASURED)))
     dreamt: list[list[Images]] = []
     for number, episode in enumerate(episodes):
-        dreamt.append(await _dreamt(line, episode, number))
+        dreamt.append(await _dreamt(link, episode, number))
         if number % max(1, work.episodes // work.rounds) == 0:
             tell()
     found: dict[str, Value] = {"quality_n": len(episodes)}
@@ -113,46 +116,45 @@ async def quality(line: Door, work: Work, tell: Callable[[], None]) -> dict[str,
     return found
 
 
-async def _dreamt(line: Door, episode: Episode, seed: int) -> list[Images]:
-    session = await line.open(seed=seed, image=episode.images[0])
-    try:
-        return await line.step(session, episode.actions[: max(MEASURED)], ("frame",))
-    finally:
-        await line.close(session)
+async def _dreamt(link: Link, episode: Episode, seed: int) -> list[Images]:
+    world = await link.open(seed=seed, image=episode.images[0])
+    frames = await world.step(episode.actions[: max(MEASURED)])
+    world.discard()
+    return [frame.image for frame in frames if frame.image is not None]
 
 
-async def _rate(line: Door, sessions: Sequence[str], frames: int, seed: int) -> float:
+async def _rate(worlds: Sequence[World], frames: int, seed: int) -> float:
     """Frames per second, pictures and all, of sessions that each make so many at once."""
     began = time.perf_counter()
     moves = actions(frames, seed)
-    made = await asyncio.gather(*(line.step(session, moves, ("frame",)) for session in sessions))
-    return sum(len(images) for images in made) / (time.perf_counter() - began)
+    made = await asyncio.gather(*(world.step(moves) for world in worlds))
+    return sum(map(len, made)) / (time.perf_counter() - began)
 
 
-async def batch(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
+async def batch(link: Link, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
     """Frames per second: as shipped, in batches of one, and deterministic, in alternating rounds. Raises NoServer."""
     async with (
         own_server(deploy=UNBATCHED) as single,
         own_server(deploy=DETERMINISTIC) as exact,
-        door(single.door(PATH)) as lone_line,
-        door(exact.door(PATH)) as exact_line,
+        connect(single.door(PATH)) as lone_link,
+        connect(exact.door(PATH)) as exact_link,
     ):
-        kinds = (("1", line, 1), ("8", line, 8), ("32", line, 32), ("8_unbatched", lone_line, 8))
+        kinds = (("1", link, 1), ("8", link, 8), ("32", link, 32), ("8_unbatched", lone_link, 8))
         fleets = [
-            (name, it, [await it.open(seed=at) for at in range(count)])
-            for name, it, count in (*kinds, ("8_deterministic", exact_line, 8))
+            (name, [await it.open(seed=at) for at in range(count)])
+            for name, it, count in (*kinds, ("8_deterministic", exact_link, 8))
         ]
-        rates: dict[str, list[float]] = {name: [] for name, _, _ in fleets}
+        rates: dict[str, list[float]] = {name: [] for name, _ in fleets}
         for number in range(-1, work.rounds):  # the first warms up
-            for name, it, sessions in fleets:
-                rate = await _rate(it, sessions, work.frames, number + 1)
+            for name, worlds in fleets:
+                rate = await _rate(worlds, work.frames, number + 1)
                 if number >= 0:
                     rates[name].append(rate)
             if number >= 0:
                 tell()
-        for _, it, sessions in fleets:
-            for session in sessions:
-                await it.close(session)
+        for _, worlds in fleets:
+            for world in worlds:
+                await world.close()
     typical = {name: statistics.median(found) for name, found in rates.items()}
     return {
         **{f"frames_per_s_{name}": rate for name, rate in typical.items()},
@@ -162,27 +164,27 @@ async def batch(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, V
     }
 
 
-async def fork(ours: Endpoint, line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
+async def fork(ours: Endpoint, link: Link, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
     """What a fork takes at step 64, and how much 64 of them add to the pool, beside 64 rollouts of their own."""
-    parent = await line.open(seed=1)
+    parent = await link.open(seed=1, outputs=("latent",))
     before = await _pool_bytes(ours)
-    await line.step(parent, actions(FORKED_AT, 1))
+    await parent.step(actions(FORKED_AT, 1))
     took_s: list[float] = []
     for number in range(work.forks):
         began = time.perf_counter()
-        (child,) = await line.fork(parent, 1)
+        (child,) = await parent.fork()
         took_s.append(time.perf_counter() - began)
-        await line.close(child)
+        child.discard()
         if number % max(1, work.forks // work.rounds) == 0:
             tell()
     found: dict[str, Value] = {"fork_ms_p50": statistics.median(took_s) * 1e3, "fork_n": len(took_s)}
     await asyncio.sleep(1.5)  # the load that /metrics tells is a second old at most
     alone = await _pool_bytes(ours)
-    children = await line.fork(parent, FORKS)
+    children = await parent.fork(count=FORKS)
     await asyncio.sleep(1.5)
     forked = await _pool_bytes(ours)
-    for session in (*children, parent):
-        await line.close(session)
+    for world in (*children, parent):
+        await world.close()
     if before is not None and alone is not None and forked is not None and alone > before:
         found["fork_share"] = (forked - alone) / (FORKS * (alone - before))
     return found
@@ -200,26 +202,26 @@ def _read(address: str) -> str:
     return page.decode()
 
 
-async def pace(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
+async def pace(link: Link, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
     """Sessions that each act ten times a second, a step of one frame each."""
-    sessions = [await line.open(seed=at) for at in range(PACED)]
+    worlds = [await link.open(seed=at) for at in range(PACED)]
     loop = asyncio.get_running_loop()
     began = loop.time() + PERIOD_S
 
-    async def drive(at: int, session: str) -> list[float]:
+    async def drive(at: int, world: World) -> list[float]:
         took_s = []
         moves = actions(work.paced_frames, at)
         for number in range(work.paced_frames):
             due = began + (number + at / PACED) * PERIOD_S
             await asyncio.sleep(max(0.0, due - loop.time()))
-            await line.step(session, moves[number : number + 1], ("frame",))
+            await world.step(moves[number : number + 1])
             took_s.append(loop.time() - max(due, began))  # waiting for the frame before counts
         return took_s
 
-    driven = await asyncio.gather(*(drive(at, session) for at, session in enumerate(sessions)))
+    driven = await asyncio.gather(*(drive(at, world) for at, world in enumerate(worlds)))
     took_ms = [took_s * 1e3 for each in driven for took_s in each]
-    for session in sessions:
-        await line.close(session)
+    for world in worlds:
+        await world.close()
     tell()
     return {
         "action_to_frame_ms_p50": float(np.percentile(took_ms, 50)),
@@ -229,9 +231,10 @@ async def pace(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Va
     }
 
 
-async def planner(line: Door, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
+async def planner(link: Link, work: Work, tell: Callable[[], None]) -> dict[str, Value]:
     """The planner's success on the table, and a random policy's on the same tables."""
-    dreamt = await drive_table(Planner(ServedDreams(line)), work.planned, seed=7)
+    async with aclosing(ServedDreams(link)) as dreams:
+        dreamt = await drive_table(Planner(dreams), work.planned, seed=7)
     chance = await drive_table(RandomPolicy(np.random.default_rng(7)), work.planned, seed=7)
     tell()
     return {
@@ -269,22 +272,22 @@ class Bench:
         """The section's figures; none, and a problem, where something is in its way."""
         self._progress.enter(name)
         try:
-            async with asyncio.timeout(_STUCK_S), door(ours.door(PATH)) as line:
-                return await self._section(name, ours, line)()
+            async with asyncio.timeout(_STUCK_S), connect(ours.door(PATH)) as link:
+                return await self._section(name, ours, link)()
         except* TimeoutError:
             self.problems.append(f"{name}: not done within {_STUCK_S:.0f} s")
         except* (NoServer, WorldError, OSError) as errors:
             self.problems.append(f"{name}: {_first(errors)}")
         return {}
 
-    def _section(self, name: str, ours: Endpoint, line: Door) -> Callable[[], Awaitable[Mapping[str, Value]]]:
+    def _section(self, name: str, ours: Endpoint, link: Link) -> Callable[[], Awaitable[Mapping[str, Value]]]:
         work, tell = self._work, self._progress.step
         return {
-            "quality": partial(quality, line, work, tell),
-            "batch": partial(batch, line, work, tell),
-            "fork": partial(fork, ours, line, work, tell),
-            "pace": partial(pace, line, work, tell),
-            PLANNER: partial(planner, line, work, tell),
+            "quality": partial(quality, link, work, tell),
+            "batch": partial(batch, link, work, tell),
+            "fork": partial(fork, ours, link, work, tell),
+            "pace": partial(pace, link, work, tell),
+            PLANNER: partial(planner, link, work, tell),
         }[name]
 
 

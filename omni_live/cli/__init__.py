@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "check": Command("omni_live.cli.check", "check a deploy file and print what it leads to"),
         "talk": Command("omni_live.clients.talk", "talk to a server, with a microphone or with wav files"),
         "drive": Command("omni_live.cli.drive", "drive simulated robots with a policy of a server"),
+        "dream": Command("omni_live.cli.dream", "dream in a world model of a server, beside what truly happens"),
         "train": Command("omni_live.cli.train", "train an embedded model anew"),
         "demo": Command("omni_live.cli.demo", "hear it: a server, and a conversation with it"),
         "bench": Command("omni_live.bench.cli", "measure it"),

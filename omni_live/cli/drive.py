@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +19,11 @@ from omni_live.clients.chunks import Rules
 from omni_live.clients.drive import CannotRender, Plan, Progress, Result, check_film, drive, report, write_film
 from omni_live.clients.envs.table import CONTRACT
 from omni_live.clients.planner import Outcome, Planner, RandomPolicy, drive_table
-from omni_live.clients.planner_link import ServedDreams, WorldError, door
+from omni_live.clients.planner_link import ServedDreams
 from omni_live.clients.planning import Search
 from omni_live.clients.robot_link import RobotError
+from omni_live.clients.world import connect
+from omni_live.clients.world_errors import WorldError
 
 DEFAULT_URL: Final = "ws://127.0.0.1:8765/openpi"
 WORLD_URL: Final = "ws://127.0.0.1:8765/v1/world"
@@ -178,8 +181,9 @@ async def _planned(args: argparse.Namespace) -> tuple[Outcome, Outcome]:
     beside = await drive_table(chance, args.episodes, seed=args.seed, max_steps=args.max_steps)
     if args.planner == "random":
         return beside, beside
-    async with door(args.url or WORLD_URL, args.api_key or os.environ.get(KEY_VARIABLE)) as line:
-        planner = Planner(ServedDreams(line), Search(branches=args.branches), np.random.default_rng(args.seed))
+    api_key = args.api_key or os.environ.get(KEY_VARIABLE)
+    async with connect(args.url or WORLD_URL, api_key=api_key) as link, aclosing(ServedDreams(link)) as dreams:
+        planner = Planner(dreams, Search(branches=args.branches), np.random.default_rng(args.seed))
         return await drive_table(planner, args.episodes, seed=args.seed, max_steps=args.max_steps), beside
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from omni_live.bench import world
 from omni_live.bench.report import flat
-from omni_live.clients.planner_link import WorldError, door
+from omni_live.clients.world import connect
+from omni_live.clients.world_errors import WorldError
 
 
 def test_every_promised_figure_has_a_row() -> None:
@@ -40,8 +41,8 @@ def test_actions_are_the_same_for_the_same_seed_and_within_bounds() -> None:
 
 def test_a_door_that_is_not_there_is_a_world_error() -> None:
     async def knock() -> None:
-        async with door("ws://127.0.0.1:9/v1/world"):
+        async with connect("ws://127.0.0.1:9/v1/world"):
             pass
 
-    with pytest.raises(WorldError, match="cannot_connect"):
+    with pytest.raises(WorldError, match="connect_failed"):
         asyncio.run(knock())
