@@ -23,12 +23,12 @@ _MAX_ELEMENTS: Final = 4096
 """Of one list or map."""
 
 
-def load_json(text: str) -> dict[str, Wire]:
-    """The frame's object. Raises Faulty (invalid_json, invalid_event)."""
+def load_json(text: str, *, unique: bool = False) -> dict[str, Wire]:
+    """The frame's object. Raises Faulty (invalid_json, invalid_event); with `unique` also where a key comes twice."""
     if text.count("{") + text.count("[") > MAX_CONTAINERS or text.count(",") > MAX_COMMAS:
         raise Faulty("invalid_event", "The frame has too many elements.")
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once if unique else None)
     except RecursionError:
         raise Faulty("invalid_event", "The frame is nested too deeply.") from None
     except ValueError:
@@ -98,6 +98,13 @@ def _inside(container: Wire) -> list[Wire]:
     if isinstance(container, list):
         return [value for value in container if isinstance(value, dict | list)]
     return []
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Faulty("invalid_event", "The frame has a key twice in one object.")
+    return found
 
 
 def _no_constant(_: str) -> NoReturn:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from omni_live.protocols.fields import Wire
 from omni_live.server.auth import App, Receive, Scope, Send
 from omni_live.server.metrics import CONTENT_TYPE, Metrics
 
@@ -77,11 +78,14 @@ def http_app(
     return Starlette(routes=[*own, *routes], exception_handlers={HTTPException: _http_error, Exception: _bug})
 
 
-def error_response(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
+def error_body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Wire]:
     """An error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, code, message, param), status)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

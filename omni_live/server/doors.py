@@ -1,7 +1,9 @@
 """Which door answers where."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
+
+from starlette.routing import BaseRoute
 
 from omni_live.config.deploy import Door
 from omni_live.config.plan import Plan
@@ -16,6 +18,7 @@ from omni_live.protocols.world.contract import Served
 from omni_live.server.auth import App
 from omni_live.server.desk import FrontDesk
 from omni_live.server.metrics import Metrics
+from omni_live.server.world_http import world_routes
 
 WORLD_PATH: Final = "/v1/world"
 
@@ -38,6 +41,14 @@ def websocket_doors(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Mapping[st
     if Door.VIDEO in plan.server.doors and rollouts:
         doors[VIDEO_PATH] = VideoDoor(desk, plan.limits, rollouts, metrics)
     return doors
+
+
+def http_routes(plan: Plan, desk: FrontDesk, metrics: Metrics) -> Sequence[BaseRoute]:
+    """The doors' HTTP routes, beside their websockets."""
+    rollouts = worlds(plan)
+    if Door.WORLD in plan.server.doors and rollouts:
+        return world_routes(desk, plan.limits, rollouts, metrics)
+    return ()
 
 
 def worlds(plan: Plan) -> Mapping[str, Served]:

@@ -9,11 +9,12 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import uvicorn
+from starlette.routing import BaseRoute
 
 from omni_live.config.plan import Plan
 from omni_live.runtime.orchestrator import Orchestrator
@@ -21,7 +22,7 @@ from omni_live.runtime.running import Runtime, running
 from omni_live.server.app import Doors, http_app
 from omni_live.server.auth import LOOPBACK_NAMES, App, Gate, Keys, is_loopback
 from omni_live.server.desk import FrontDesk
-from omni_live.server.doors import models, openpi_door, websocket_doors
+from omni_live.server.doors import http_routes, models, openpi_door, websocket_doors
 from omni_live.server.metrics import Metrics
 from omni_live.server.uvicorn_protocols import WebSocket, http_with
 from omni_live.sessions.admission import NS_PER_S
@@ -80,7 +81,7 @@ class Port:
         """`frame_bytes` is the largest frame of any websocket door on this port; None: `client_frame_bytes`."""
         config = uvicorn.Config(
             app,
-            http=http_with(limits.header_deadline_s),
+            http=http_with(limits.header_deadline_s, limits.write_deadline_s),
             ws=WebSocket,
             ws_max_size=limits.client_frame_bytes if frame_bytes is None else frame_bytes,
             ws_ping_interval=limits.ping_s,
@@ -150,9 +151,10 @@ async def serve(plan: Plan, say: Say, ready: Ready, stop: Stop | None = None) ->
             desk = FrontDesk(plan, runtime.orchestrator, runtime.slots, runtime.clock, metrics)
             metrics.watch(desk)
             http = _http(plan, runtime.orchestrator, desk, metrics)
+            speaking = _http(plan, runtime.orchestrator, desk, metrics, http_routes(plan, desk, metrics))
             frame_bytes = max(limits.client_frame_bytes, limits.openpi_frame_bytes)  # each door has its own bound, too
             ports = [
-                Port(_gate(plan, Doors(http, websocket_doors(plan, desk, metrics))), listening, limits, frame_bytes)
+                Port(_gate(plan, Doors(speaking, websocket_doors(plan, desk, metrics))), listening, limits, frame_bytes)
             ]
             if robots is not None:
                 doors = Doors(http, {}, openpi_door(plan, desk, metrics))
@@ -188,13 +190,15 @@ def _gate(plan: Plan, app: App) -> Gate:
     return Gate(app, Keys(server.api_keys), hosts, server.origins)
 
 
-def _http(plan: Plan, orchestrator: Orchestrator, desk: FrontDesk, metrics: Metrics) -> App:
+def _http(
+    plan: Plan, orchestrator: Orchestrator, desk: FrontDesk, metrics: Metrics, routes: Iterable[BaseRoute] = ()
+) -> App:
     def unready() -> list[str]:
         if desk.draining:
             return ["draining"]
         return [f"{pipeline}/{stage}" for pipeline, stage in orchestrator.pools.unready()]
 
-    return http_app(metrics, unready, lambda: models(plan))
+    return http_app(metrics, unready, lambda: models(plan), routes)
 
 
 async def _started(orchestrator: Orchestrator, began: float, say: Say) -> None:

@@ -1,7 +1,7 @@
-"""uvicorn's two protocols with what they lack: a header deadline and a cap, and a transport that can be aborted.
+"""uvicorn's two protocols with what they lack: deadlines and a cap, and a transport that can be aborted.
 
-uvicorn's httptools protocol keeps a silent or half-spoken connection for ever, and its websocket protocol lets a send
-wait for ever for a reader that stopped reading.
+uvicorn's httptools protocol keeps a silent or half-spoken connection for ever, and both let a send wait for ever for a
+reader that stopped reading.
 """
 
 import asyncio
@@ -18,20 +18,41 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class Http(HttpToolsProtocol):
-    """HTTP with `header_deadline_s` from the first byte of a connection, or of a later request, to its headers' end."""
+    """HTTP with `header_deadline_s` from the first byte of a connection, or of a later request, to its headers' end.
+
+    What was written must have left within `write_deadline_s`, so larger answers are to be written in pieces.
+    """
 
     header_deadline_s: ClassVar[float] = 5.0
+    write_deadline_s: ClassVar[float] = 5.0
 
     _deadline: asyncio.TimerHandle | None = None
+    _unwritten: asyncio.TimerHandle | None = None
     _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # whatever waits there is said to wait
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._written()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unwritten is None:
+            self._unwritten = self.loop.call_later(self.write_deadline_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._written()
+        super().resume_writing()
+
+    def _written(self) -> None:
+        if self._unwritten is not None:
+            self._unwritten.cancel()
+            self._unwritten = None
 
     def data_received(self, data: bytes) -> None:
         if self._deadline is not None:
@@ -104,6 +125,7 @@ class _Transport:
         self._protocol.transport.abort()
 
 
-def http_with(header_deadline_s: float) -> type[Http]:
-    """The HTTP protocol with this deadline."""
-    return type("HttpWithDeadline", (Http,), {"header_deadline_s": header_deadline_s})
+def http_with(header_deadline_s: float, write_deadline_s: float) -> type[Http]:
+    """The HTTP protocol with these deadlines."""
+    deadlines = {"header_deadline_s": header_deadline_s, "write_deadline_s": write_deadline_s}
+    return type("HttpWithDeadlines", (Http,), deadlines)

@@ -24,8 +24,6 @@ from omni_live.sessions.settings import Settings
 
 _INLINE_PIXELS: Final = 128 * 128
 """A picture up to this is compressed on the event loop, where it costs less than a thread's switch."""
-_OWN_CODES: Final = frozenset({"unknown_type", "bad_snapshot"})
-"""What is wrong with a message, where it is not one of its fields."""
 _BREATH: Final = 64
 """Frames sent before the others get their turn."""
 
@@ -116,15 +114,11 @@ class _Talk:
         if rollout is None or item.frame is None:
             await self._connection.send(messages.dump(item.message, binary=self._binary))
             return
-        height, width, _ = rollout.world.contract.frame
-        if item.form != RAW and height * width > _INLINE_PIXELS:
-            written = await asyncio.to_thread(rollout.written, item)
-        else:
-            written = rollout.written(item)
+        message = await written(rollout, item)
         if not rollout.admits(item):
             self._door.meter.dropped("fenced_content")
             return
-        frame = messages.dump(written, binary=self._binary)
+        frame = messages.dump(message, binary=self._binary)
         if await self._connection.send(frame):
             self._door.meter.content_handed(len(frame))
 
@@ -141,8 +135,7 @@ class _Talk:
             request_id = messages.request_of(message)
             asked = messages.read(message, self._named(message).contract, self._next_id)
         except Faulty as faulty:
-            code = faulty.fault.code if faulty.fault.code in _OWN_CODES else "bad_field"
-            self._refuse(replace(faulty.fault, code=code), request_id)
+            self._refuse(messages.named(faulty.fault), request_id)
             return
         match asked:
             case Open():
@@ -202,15 +195,20 @@ class _Talk:
         rollout.ask(WorldResetAsked(asked.begin, asked.request_id))
 
     def _fork(self, parent: Rollout, asked: Fork) -> None:
-        for made in range(asked.count):
+        """All the children that were asked for, or none."""
+        children: list[Rollout] = []
+        for _ in range(asked.count):
             child = self._rollout(parent.model, asked.show or parent.show)
             try:
                 assert parent.line is not None
-                line = self._door.desk.fork(parent.line, asked.step, child, self._connection.owner)
+                child.attach(self._door.desk.fork(parent.line, asked.step, child, self._connection.owner))
             except Refused as refused:
-                self._turn_away(refused, asked.request_id, parent, forks=made)
+                for made in children:
+                    made.discard()
+                self._turn_away(refused, asked.request_id, parent)
                 return
-            child.attach(line)
+            children.append(child)
+        for child in children:
             self._opened(child, asked.request_id, {"forked_from": parent.session_id})
 
     def _resume(self, asked: Resume) -> None:
@@ -257,9 +255,8 @@ class _Talk:
         if self._rollouts.get(rollout.session_id) is rollout:
             del self._rollouts[rollout.session_id]
 
-    def _turn_away(self, refused: Refused, request_id: str, parent: Rollout | None = None, **facts: Wire) -> None:
-        if refused.retry_after_s is not None:
-            facts["retry_after_s"] = refused.retry_after_s
+    def _turn_away(self, refused: Refused, request_id: str, parent: Rollout | None = None) -> None:
+        facts: Message = {} if refused.retry_after_s is None else {"retry_after_s": refused.retry_after_s}
         session_id = None if parent is None else parent.session_id
         self._refuse(Fault(refused.code, refused.message), request_id, session_id, facts)
 
@@ -285,6 +282,14 @@ class _Talk:
     def _about(self) -> Message:
         """The default world, and the names of all."""
         return {"type": "server.world", **self._facts(self._model), "models": list(self._door.worlds)}
+
+
+async def written(rollout: Rollout, item: Item) -> Message:
+    """The item's message, made in a thread where it holds up the event loop. A fence may have moved meanwhile."""
+    height, width, _ = rollout.world.contract.frame
+    if item.frame is not None and item.form != RAW and height * width > _INLINE_PIXELS:
+        return await asyncio.to_thread(rollout.written, item)
+    return rollout.written(item)
 
 
 def about(model: str, served: Served, limits: Limits) -> Message:

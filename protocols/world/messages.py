@@ -5,11 +5,11 @@ A message is a map with a `type`: a JSON text frame, or a msgpack map in a binar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from omni_live.protocols.arrays import pack
-from omni_live.protocols.fields import MAX_ID_CHARS, Faulty, Fields, Wire, needed, shown
+from omni_live.protocols.fields import MAX_ID_CHARS, Fault, Faulty, Fields, Wire, needed, shown
 from omni_live.protocols.frames import dump_json, dump_msgpack, load_json, load_msgpack
 from omni_live.protocols.world.arrays import FORMATS, RAW, read_actions, read_bytes, read_picture, unseal
 from omni_live.protocols.world.contract import WorldContract
@@ -37,6 +37,8 @@ MAX_FORKS: Final = 64
 MAX_CREDITS: Final = 65_536
 _MAX_SEED: Final = 2**53 - 1
 _MAX_DUE_MS: Final = 600_000.0
+_OWN_CODES: Final = frozenset({"unknown_type", "bad_snapshot"})
+"""What is wrong with a message, where it is not one of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ def session_of(message: Mapping[str, Wire]) -> str:
     """The session that the message is for, "" where it names none."""
     given = message.get("session_id")
     return given if isinstance(given, str) else ""
+
+
+def named(fault: Fault) -> Fault:
+    """What is wrong with a message that `read` would not take, as the client is told of it."""
+    return fault if fault.code in _OWN_CODES else replace(fault, code="bad_field")
 
 
 def read(message: dict[str, Wire], contract: WorldContract, next_id: Callable[[], str]) -> Request:

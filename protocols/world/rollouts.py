@@ -151,6 +151,13 @@ class Rollout:
         if self.line is not None:
             self.tell(Detached(self.line.attachment))
 
+    def discard(self) -> None:
+        """Close a session of which the client was told nothing, and never tell of it."""
+        self._is_over = True
+        self._items.clear()
+        self.nbytes = 0
+        self.tell(CloseAsked("close_requested"))
+
     def _put_what_may(self) -> None:
         while self._asked:
             owed, wanted = self._frames_waiting + sum(self._owed.values()), _frames(self._asked[0])
