@@ -275,7 +275,7 @@ class StepAsked:
     """Number of the first frame; None: the one after the last."""
     request_id: str = ""
     due_ms: float = 0.0
-    """So long after it was asked the first frame is late; engines take the earliest first."""
+    """So long after it was asked the first frame is late; engines take the earliest first. 0: it is never late."""
 
 
 @value

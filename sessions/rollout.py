@@ -7,7 +7,7 @@ than by a step (reset, rewind, restore) cuts what runs and waits, and is then *m
     knock   the stage forgets what it has, which one without state answers as well: nothing given back reaches a stage
             that is not there, and where it is given back in vain there is nothing that could be taken for it
     lay     the base: the reset, or a snapshot, and where that goes too far a cut
-    replay  the actions since, in a turn of which nothing is emitted
+    replay  the actions since, in a turn of which nothing is emitted, and whose frames are computed alone
 
 A reset or a rewind of a stage that lives needs no knock and no replay. The stage answers each knock, reset, rewind
 and cut with "at" or "refused", in order, and repeats the number `ask` that came with it: an answer that comes twice
@@ -331,8 +331,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
             case StepAsked():
                 self._begin_step(request, since_ns)
             case LookAsked():
-                due_ns = since_ns + round(request.due_ms * NS_PER_MS)
-                self._begin_look(request, request.step, due_ns)
+                self._begin_look(request, request.step, _due_ns(request, since_ns))
             case WorldSnapshotAsked():
                 if self._past is None:
                     self._fail(request.request_id, "not_started")
@@ -354,7 +353,7 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
             self._fail(asked.request_id, "not_started")
             return
         first = past.position + 1 if asked.step is None else asked.step
-        due_ns = since_ns + round(asked.due_ms * NS_PER_MS)
+        due_ns = _due_ns(asked, since_ns)
         if first != past.position + 1:
             self._begin_look(asked, first, due_ns)
             return
@@ -537,8 +536,10 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
         self._make_again(self._past)
 
     def _replay(self, making: Making, past: Past, actions: Actions) -> None:
-        making.stamp, making.spoken, making.since_ns = self._next_stamp(REPLAY_LANE, self._now), 0, self._now
+        making.stamp, making.spoken, making.since_ns = self._next_stamp(REPLAY_LANE, 0), 0, self._now
         payload = actions.payload(past.reach + 1)
+        # Whoever is made again at the same time is no company that the frames had before: it could change their bits.
+        payload = replace(payload, meta={**payload.meta, "alone": True})
         self._effects.append(Submit(making.stamp, self._stage, frozenset({self._stage}), payload, NO_META))
 
     def _is_replay(self, stamp: Stamp) -> bool:
@@ -656,3 +657,8 @@ class RolloutSession(SerialSession[Wish, RolloutTurn]):
 def _owned(payload: Payload) -> Payload:
     """The same payload, in memory of its own."""
     return Payload(payload.kind, payload.meta, bytes(payload.body), payload.arrays)
+
+
+def _due_ns(asked: Show, since_ns: int) -> int:
+    """0 where it is not due at any time: it takes turns, frame by frame, with whoever else is there."""
+    return since_ns + round(asked.due_ms * NS_PER_MS) if asked.due_ms else 0

@@ -1,22 +1,13 @@
 """Rollouts through the world door of a real server, with the real model, by a plain websocket client."""
 
-import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
-import msgpack
 import pytest
-from websockets.sync.client import ClientConnection, connect
 
 from tests.end_to_end.served import Served, served
-
-SUBPROTOCOL: Any = "omni-live.world.v1+msgpack"
-ACTIONS = [[[(n % 5 - 2) / 4, (n % 3 - 1) / 2], [(n % 7 - 3) / 6, 0.25]] for n in range(40)]
-
-Message = dict[str, Any]
+from tests.end_to_end.world_talk import ACTIONS, Message, talking
 
 
 @pytest.fixture(scope="module")
@@ -30,71 +21,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def at_rest(server: Served) -> Iterator[None]:
     yield
     server.assert_at_rest()
-
-
-class Talk:
-    """One connection; messages come in the order in which they were sent."""
-
-    def __init__(self, socket: ClientConnection, *, binary: bool = True) -> None:
-        self.socket = socket
-        self.binary = binary
-        self.numbers = 0
-        self.last_seq: dict[str, int] = {}
-        self.world = self.receive()
-
-    def receive(self) -> Message:
-        frame = self.socket.recv(timeout=30)
-        message: Message = msgpack.unpackb(frame) if isinstance(frame, bytes) else json.loads(frame)
-        if "seq" in message:
-            seen = self.last_seq.get(message["session_id"], 0)
-            assert message["seq"] > seen, "sequence numbers rise"
-            self.last_seq[message["session_id"]] = message["seq"]
-        return message
-
-    def send(self, kind: str, **fields: object) -> str:
-        self.numbers += 1
-        request = f"r{self.numbers}"
-        message = {"type": kind, "request_id": request, **fields}
-        self.socket.send(msgpack.packb(message) if self.binary else json.dumps(message))
-        return request
-
-    def until(self, request: str, *kinds: str) -> list[Message]:
-        """What comes of the request, up to its end."""
-        found = []
-        while True:
-            message = self.receive()
-            if message.get("request_id") == request:
-                found.append(message)
-                if message["type"] in (kinds or ("done", "error")):
-                    return found
-
-    def ask(self, kind: str, **fields: object) -> list[Message]:
-        return self.until(self.send(kind, **fields))
-
-    def open(self, seed: int = 3, **fields: object) -> str:
-        opened, *_, done = self.ask("session.open", seed=seed, credits=4096, **fields)
-        assert opened["type"] == "session.opened"
-        assert (done["status"], done["step"]) == ("done", 0)
-        self.token = opened["token"]
-        return str(opened["session_id"])
-
-    def step(self, session: str, actions: object, **fields: object) -> list[bytes]:
-        *frames, done = self.ask("step", session_id=session, actions=actions, **fields)
-        assert done["status"] == "done", done
-        return [frame["image"]["data"] for frame in frames]
-
-    def close(self, session: str) -> None:
-        self.send("session.close", session_id=session)
-        while (message := self.receive())["type"] != "session.closed":
-            pass
-        assert message["session_id"] == session
-
-
-@contextlib.contextmanager
-def talking(server: Served, *, binary: bool = True) -> Iterator[Talk]:
-    url = f"ws://127.0.0.1:{server.port}/v1/world"
-    with connect(url, subprotocols=[SUBPROTOCOL] if binary else None, max_size=None, proxy=None) as socket:
-        yield Talk(socket, binary=binary)
 
 
 def test_g9_survival_a_rollout_gives_the_same_frames_after_fork_rewind_and_restore(server: Served) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rollout_driver import BOTH, STAGE, RolloutDrive, World, actions, dreamt
+from rollout_driver import BOTH, SHOWN, STAGE, RolloutDrive, World, actions, dreamt
 from session_driver import GENERATION, MS, SLOT
 
 from omni_live.sessions.effects import Abort, Emit, Feed, RaiseFence, Restore, TakeSnapshot
@@ -72,6 +72,17 @@ def test_a_reset_is_answered_only_when_the_stage_has_answered() -> None:
     drive.answer()
     assert drive.ended(request) == ("done", "")
     assert len(drive.submits) == 1
+
+
+def test_a_step_is_due_when_it_says_and_else_at_no_time_at_all() -> None:
+    drive = started()
+    asked_ns = drive.now
+    drive.tell(StepAsked(actions(1), 1, SHOWN, due_ms=40.0, request_id="soon"))
+    drive.run_all()
+    stepped(drive, 2)
+    drive.look(1, 2)
+    drive.run_all()
+    assert [submit.stamp.deadline_ns for submit in drive.submits] == [asked_ns + 40 * MS, 0, 0, 0]
 
 
 def test_where_the_rollout_stands_is_told_right_before_the_end_of_a_request() -> None:

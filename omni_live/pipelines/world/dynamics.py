@@ -119,6 +119,8 @@ class Rollout:
     actions: Floats
     first: int
     """Number of its first frame."""
+    wants_alone: bool = False
+    """Its frames are to have the bits that they have without company."""
     moves: int = -1
     """The memory's, when the first frame began; -1 before."""
     made: int = 0
@@ -128,7 +130,7 @@ class Rollout:
 
     @property
     def is_alone(self) -> bool:
-        return self.failed_along or self.memory.is_suspect
+        return self.wants_alone or self.failed_along or self.memory.is_suspect
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +155,8 @@ class Dynamics:
     deterministic; the world gets all others.
 
     A turn's input is one payload: "actions", with array `actions` float32 (frames, 2, 2) and meta `step`, the number
-    of the first frame, which must be the position + 1; or "look", with meta `step`, a frame that is kept (default: the
+    of the first frame, which must be the position + 1, and `alone`, true where no row of another session's may be in a
+    batch with them; or "look", with meta `step`, a frame that is kept (default: the
     last). The output is a payload "latent" for each frame, array `latent` float32 (c, h, w), meta `step`.
     Turns fail with: bad_actions, no_actions, step_out_of_order, step_unknown, not_started, pool_full, world_error,
     frame_not_finite, unknown_session; all but the frames that were not emitted stay committed.
@@ -413,7 +416,8 @@ class Dynamics:
             actions = _actions(array(payload, "actions")).copy()
             first = param_int(payload.meta, "step", -1)
             del self._asks[id(ask.turn)]
-            self._rollouts[id(ask.turn)] = Rollout(ask.turn, ask.memory, ask.since_ns, actions, first)
+            alone = payload.meta.get("alone") is True
+            self._rollouts[id(ask.turn)] = Rollout(ask.turn, ask.memory, ask.since_ns, actions, first, alone)
         else:
             raise BadPayload(f"a payload {payload.kind!r}, neither actions nor a look")
 

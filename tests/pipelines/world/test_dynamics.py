@@ -308,6 +308,19 @@ def test_a_batch_gives_what_each_gives_alone(deterministic: bool) -> None:
     assert {len(batch) for batch in bench.batches} == ({1} if deterministic else {1, 2, 3, 4, 5})
 
 
+def test_a_turn_that_wants_to_be_alone_gives_what_it_gives_without_company() -> None:
+    alone, bench = Bench(), Bench()
+    alone.open(0)
+    for number in range(4):
+        bench.open(number)
+    shy = bench.ask(0, Payload("actions", {"step": 1, "alone": True}, acts(1, 4).body, acts(1, 4).arrays))
+    others = [bench.roll(number, 1, 4) for number in range(1, 4)]
+    bench.run()
+    assert frames(shy, 1) == alone.rolled(0, 1, 4)
+    assert frames(others[0], 1) != alone.rolled(0, 5, 4), "the fake shows company"
+    assert {len(batch) for batch in bench.batches} == {1, 3}
+
+
 def test_a_batch_is_no_larger_than_it_may_be_and_takes_the_most_urgent(bench: Bench) -> None:
     bench = Bench(max_batch=2)
     for number in range(4):
