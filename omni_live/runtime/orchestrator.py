@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ParamSpec, Protocol, assert_never
+from typing import Any, Final, ParamSpec, Protocol
 
 from omni_live.config.plan import Plan
 from omni_live.engines.contract import Load
@@ -25,6 +25,7 @@ from omni_live.runtime.ports import (
     CLIENT,
     Clock,
     Counters,
+    End,
     Fences,
     Mailbox,
     NoTrace,
@@ -41,17 +42,12 @@ from omni_live.sessions.effects import (
     Count,
     Credit,
     Effect,
-    Emit,
     Feed,
-    Hold,
     RaiseFence,
     Release,
-    Replace,
     Restore,
-    SnapshotReady,
     Submit,
     TakeSnapshot,
-    Unhold,
     Wake,
 )
 from omni_live.sessions.inputs import (
@@ -73,6 +69,9 @@ KEPT_BYTES = 4096
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
+
+_UNSEEN: Final = frozenset({Credit, Wake, Count})
+"""Effects that a client cannot see, before which nothing needs to go out."""
 
 SERVER = WorkerId(0)
 """Stands for the server's own process in a route to CLIENT."""
@@ -228,6 +227,19 @@ class Orchestrator:
         self._vacancies: set[SessionKey] = set()
         self._todo: deque[Callable[[], None]] = deque()
         self._running = False
+        self._acts: Mapping[type[Effect], Callable[[_Bound, Any], None]] = {
+            Submit: self._submit,
+            Feed: self._feed,
+            RaiseFence: self._raise,
+            Abort: self._abort_stamped,
+            TakeSnapshot: self._take_snapshot,
+            Restore: self._restore,
+            Release: self._release,
+            Credit: self._credit,
+            Wake: self._wake_asked,
+            Count: self._count,
+        }
+        """Effects by type; what is not here goes to the mailbox."""
 
     # -- for doors and the server ----------------------------------------------------------------------------------
 
@@ -310,10 +322,21 @@ class Orchestrator:
         payload: Payload,
         outcome: Outcome | None = None,
         reason: str = "",
+        through: tuple[End, ...] = (),
     ) -> None:
-        self._run(self._spoke, worker, stage, stamp, payload, outcome, reason)
+        self._run(self._spoke, worker, stage, stamp, payload, outcome, reason, through)
 
-    def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+    def ended(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        outcome: Outcome,
+        reason: str,
+        through: tuple[End, ...] = (),
+    ) -> None:
+        for end in through:
+            self._run(self._ended, end.worker, end.stage, stamp, end.outcome, end.reason)
         self._run(self._ended, worker, stage, stamp, outcome, reason)
 
     def found(self, worker: WorkerId, stage: str, session: SessionKey, payload: Payload) -> None:
@@ -360,53 +383,35 @@ class Orchestrator:
 
     def _perform(self, bound: _Bound, effects: list[Effect]) -> None:
         post: list[Effect] = []
-        traced = self._is_traced
+        traced, acts = self._is_traced, self._acts
         for effect in effects:
             if traced:
                 self._trace.note("does", bound.key, effect)
-            match effect:
-                case Emit() | Hold() | Unhold() | Replace() | SnapshotReady():
-                    post.append(effect)
-                case Credit():
-                    self._credit(effect)
-                case Wake():
-                    self._wake(bound, effect.at_ns)
-                case Count():
-                    self._counters.count(effect.name, effect.amount)
-                case _:
-                    if post:
-                        bound.mailbox.take(post)
-                        post = []
-                    self._act(bound, effect)
+            act = acts.get(type(effect))
+            if act is None:
+                post.append(effect)
+                continue
+            if post and type(effect) not in _UNSEEN:
+                bound.mailbox.take(post)
+                post = []
+            act(bound, effect)
         if post:
             bound.mailbox.take(post)
 
-    def _act(
-        self, bound: _Bound, effect: Submit | Feed | RaiseFence | Abort | TakeSnapshot | Restore | Release
-    ) -> None:
-        match effect:
-            case Feed():
-                self._feed(bound, effect)
-            case Submit():
-                self._submit(bound, effect)
-            case RaiseFence():
-                self._raise(bound, effect.fence)
-            case Abort():
-                self._abort_stamped(bound, effect.stamp)
-            case TakeSnapshot():
-                self._take_snapshot(bound, effect)
-            case Restore():
-                replica = self._seat(bound, effect.stage)
-                if replica is None:  # the history goes on without it
-                    self._tell(bound.key, StageLost(effect.stage))
-                else:
-                    replica.port.restore(effect.stage, bound.key, effect.payload)
-            case Release():
-                self._close(bound.key, effect.reason)
-            case _:
-                assert_never(effect)
-
     # -- effects -----------------------------------------------------------------------------------------------------
+
+    def _count(self, _: _Bound, count: Count) -> None:
+        self._counters.count(count.name, count.amount)
+
+    def _restore(self, bound: _Bound, restore: Restore) -> None:
+        replica = self._seat(bound, restore.stage)
+        if replica is None:  # the history goes on without it
+            self._tell(bound.key, StageLost(restore.stage))
+        else:
+            replica.port.restore(restore.stage, bound.key, restore.payload)
+
+    def _release(self, bound: _Bound, release: Release) -> None:
+        self._close(bound.key, release.reason)
 
     def _take_snapshot(self, bound: _Bound, effect: TakeSnapshot) -> None:
         replica = bound.seats.get(effect.stage)
@@ -490,7 +495,8 @@ class Orchestrator:
         credit = edge.credits or self._limits.chunk_credits
         return Route(edge.consumer, receiver.worker, credit, edge.handover is Handover.WHOLE, opening)
 
-    def _raise(self, bound: _Bound, fence: Fence) -> None:
+    def _raise(self, bound: _Bound, effect: RaiseFence) -> None:
+        fence = effect.fence
         self._fences.write(fence)
         bound.epochs[fence.slot % LANES] = fence.epoch
         for turn in tuple(bound.turns.values()):
@@ -498,7 +504,8 @@ class Orchestrator:
                 self._abort(turn)
         self._forgo(bound, lambda stamp: stamp.slot == fence.slot and stamp.epoch < fence.epoch)
 
-    def _abort_stamped(self, bound: _Bound, stamp: Stamp) -> None:
+    def _abort_stamped(self, bound: _Bound, abort: Abort) -> None:
+        stamp = abort.stamp
         turn = bound.turns.get(stamp[:4])
         if turn is not None:
             self._abort(turn)
@@ -533,11 +540,14 @@ class Orchestrator:
         if turn.deadline is not None:
             turn.deadline.cancel()
 
-    def _credit(self, credit: Credit) -> None:
+    def _credit(self, _: _Bound, credit: Credit) -> None:
         turn = self._turns.get(credit.stamp[:4])
         part = turn.parts.get(credit.stage) if turn is not None else None
         if turn is not None and part is not None and not turn.over:
             part.replica.port.credit(credit.stage, turn.stamp, credit.units)
+
+    def _wake_asked(self, bound: _Bound, wake: Wake) -> None:
+        self._wake(bound, wake.at_ns)
 
     def _wake(self, bound: _Bound, at_ns: int) -> None:
         bound.wake_at = at_ns
@@ -580,9 +590,18 @@ class Orchestrator:
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def _spoke(
-        self, worker: WorkerId, stage: str, stamp: Stamp, payload: Payload, outcome: Outcome | None, reason: str
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        payload: Payload,
+        outcome: Outcome | None,
+        reason: str,
+        through: tuple[End, ...],
     ) -> None:
         turn = self._turns.get(stamp[:4])
+        for end in through:
+            self._part_ended(turn, end.worker, end.stage, stamp, end.outcome, end.reason)
         part = _hosted(turn, stage, worker)
         if turn is None or part is None or turn.over or stage not in turn.unfinished or stamp.seq < part.spoken:
             self._stale("output", stamp.session, stamp)
@@ -603,7 +622,11 @@ class Orchestrator:
             self._ended(worker, stage, stamp, outcome, reason)
 
     def _ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
-        turn = self._turns.get(stamp[:4])
+        self._part_ended(self._turns.get(stamp[:4]), worker, stage, stamp, outcome, reason)
+
+    def _part_ended(
+        self, turn: _Turn | None, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str
+    ) -> None:
         if turn is None or stage not in turn.pending or _hosted(turn, stage, worker) is None:
             self._stale("end", stamp.session, stamp)
             return

@@ -7,6 +7,8 @@ ports in return, and never wait.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NewType, Protocol
 
+import msgspec
+
 from omni_live.engines.contract import Load
 from omni_live.sessions.effects import Effect
 from omni_live.sessions.inputs import Outcome
@@ -41,6 +43,19 @@ class Route(NamedTuple):
     """Keep everything until the stage has finished; it leaves when the orchestrator says `forward`."""
     opens: Opening | None = None
     """What to open at the receiver, where the orchestrator does not open it itself."""
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How a stage that hands its chunks on ended its part of a turn.
+
+    It travels with the last chunk, from stage to stage, and reaches the server with the end of a later one: a turn
+    costs the server one report, not one for each stage.
+    """
+
+    worker: WorkerId
+    stage: str
+    outcome: Outcome
+    reason: str
 
 
 class WorkerPort(Protocol):
@@ -104,14 +119,24 @@ class Happenings(Protocol):
         payload: Payload,
         outcome: Outcome | None = None,
         reason: str = "",
+        through: tuple[End, ...] = (),
     ) -> None:
         """A chunk for the session. With an `outcome` it is the stage's last, and its end is reported by this."""
 
-    def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
-        """The stage finished or failed its part of the turn. Every opened stage of a turn reports it exactly once,
+    def ended(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        outcome: Outcome,
+        reason: str,
+        through: tuple[End, ...] = (),
+    ) -> None:
+        """The stage finished or failed its part of the turn, and with it those whose ends came through it.
 
-        final or not, also after an abort or when the fence made it stale (FAILED, "aborted"): a worker that does
-        not within the abort deadline is taken for wedged.
+        Every opened stage of a turn reports it, final or not, also after an abort or when the fence made it stale
+        (FAILED, "aborted"): a worker that does not within the abort deadline is taken for wedged. The first report
+        counts.
         """
 
     def found(self, worker: WorkerId, stage: str, session: SessionKey, payload: Payload) -> None: ...

@@ -22,7 +22,7 @@ from omni_live.runtime.layout import feeder_name, owner_name, producer_name, soc
 from omni_live.runtime.links import Link
 from omni_live.runtime.nursery import Child, Nursery
 from omni_live.runtime.outbox import FREE_SHARE, FREE_WAIT_NS
-from omni_live.runtime.ports import CLIENT, Counters, Happenings, Route, Timer, WorkerId
+from omni_live.runtime.ports import CLIENT, Counters, End, Happenings, Route, Timer, WorkerId
 from omni_live.runtime.supervision import NS_PER_S
 from omni_live.runtime.wire import (
     FROM_WORKER,
@@ -35,7 +35,6 @@ from omni_live.runtime.wire import (
     Counted,
     Credit,
     Drain,
-    End,
     Ended,
     FeedSession,
     FeedTurn,
@@ -130,9 +129,7 @@ class Processes:
 
     def spawn(self, worker: WorkerId, role: int) -> "Process":
         plan = self._workers[role]
-        process = Process(
-            worker, plan, self._directory, self._fences, self._counters, self._settings, self._living, self._nursery
-        )
+        process = Process(worker, plan, self._directory, self._fences, self._counters, self._settings, self._nursery)
         if self._stopping.is_set():
             return process  # nobody is left to be told that it does not live
         if self._group is None or self._happenings is None:
@@ -153,7 +150,7 @@ class Processes:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that is open there."""
+    """A turn that is open there and has output for the client."""
 
     due: int
     """The client side's credit is sent on once it is this much."""
@@ -171,7 +168,6 @@ class Process:
         fences: FenceTable,
         counters: Counters,
         settings: ProcessSettings,
-        siblings: Mapping[WorkerId, "Process"],
         nursery: Nursery,
     ) -> None:
         self.worker = worker
@@ -181,7 +177,6 @@ class Process:
         self._fences = fences
         self._counters = counters
         self._settings = settings
-        self._siblings = siblings
         self._nursery = nursery
         self._control: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "control"))
         self._media: Link[FromWorker] = Link(FROM_WORKER, self._heard, partial(self._lane_lost, "media"))
@@ -201,7 +196,7 @@ class Process:
         self._killed_for = ""
         self._hang_s = max(settings.hang_s, *(stage.step_s for stage in plan.stages))
         self._held = 0
-        """Sessions and turns that are open there. While there are any, the worker is pinged."""
+        """Sessions that are open there. While there are any, the worker is pinged."""
         self._watch: Timer | None = None
         self._grace: Timer | None = None
         self._is_gone = False
@@ -260,10 +255,7 @@ class Process:
             self._feed(stage, stamp, body, True)
 
     def expect_turn(self, stage: str, stamp: Stamp, client_credits: int) -> int:
-        if not self._is_gone:
-            self._held += 1
-            if self._watch is None:
-                self._arm()
+        if client_credits and not self._is_gone:
             self._turns[stage, stamp[:4]] = _Turn(client_credits // 4 or 1)
         return self._order
 
@@ -452,33 +444,13 @@ class Process:
         elif outcome is None:
             happenings.spoke(self.worker, stage, stamp, payload)
         else:
-            self._ended_through(stamp, spoke.through)
-            if self._close_turn(stage, stamp):
-                happenings.spoke(self.worker, stage, stamp, payload, outcome, spoke.reason)
-            else:
-                self._counters.count("stale_outputs")
+            self._turns.pop((stage, stamp[:4]), None)
+            happenings.spoke(self.worker, stage, stamp, payload, outcome, spoke.reason, spoke.through)
 
     def _ended(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str, through: tuple[End, ...]) -> None:
-        """A stage's part is over, and with it those whose ends came through it. Each is reported once."""
-        self._ended_through(stamp, through)
-        self.ended_once(stamp, stage, outcome, reason)
-
-    def _ended_through(self, stamp: Stamp, through: tuple[End, ...]) -> None:
-        for end in through:
-            sibling = self._siblings.get(end.worker)
-            if sibling is not None:
-                sibling.ended_once(stamp, end.stage, end.outcome, end.reason)
-
-    def ended_once(self, stamp: Stamp, stage: str, outcome: Outcome, reason: str) -> None:
-        if self._close_turn(stage, stamp) and self._happenings is not None:
-            self._happenings.ended(self.worker, stage, stamp, outcome, reason)
-
-    def _close_turn(self, stage: str, stamp: Stamp) -> bool:
-        """False where its end was reported before."""
-        if self._turns.pop((stage, stamp[:4]), None) is None:
-            return False
-        self._held -= 1
-        return True
+        self._turns.pop((stage, stamp[:4]), None)
+        if self._happenings is not None:
+            self._happenings.ended(self.worker, stage, stamp, outcome, reason, through)
 
     def _heard_rarely(
         self, message: Ready | Found | Snapshotted | Report | Counted | Pong | Free, happenings: Happenings

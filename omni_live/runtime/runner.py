@@ -10,9 +10,9 @@ turn here, and the server takes the first end that reaches it.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from omni_live.connectors.contract import Ticket, TicketInvalid
@@ -57,6 +57,10 @@ _REPORT_NS: Final = 250_000_000
 """Loads and counts are reported at most this often."""
 _REMEMBERED: Final = 512
 """Turns that ended here and are remembered, so that their late chunks are not taken for early ones."""
+# Class attributes of an enum cost a look-up through its metaclass.
+_RUNNING: Final = Life.RUNNING
+_OVER: Final = Life.OVER
+_FAILED: Final = Outcome.FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,14 @@ class RunnerLimits:
     """Kept output that nobody asks to forward by then is dropped and counted."""
 
 
-class Memory(OrderedDict[TurnKey, None]):
-    """The latest `_REMEMBERED` turns that were added."""
+class Memory(dict[TurnKey, None]):
+    """At least the latest `_REMEMBERED` turns that were added, and at most twice as many."""
 
     def add(self, key: TurnKey) -> None:
         self[key] = None
-        if len(self) > _REMEMBERED:
-            self.popitem(last=False)
+        if len(self) > 2 * _REMEMBERED:
+            for oldest in tuple(islice(self, _REMEMBERED)):
+                del self[oldest]
 
 
 class Seat:
@@ -152,7 +157,7 @@ class Runner:
     ) -> None:
         self._worker = worker
         self._fences = fences
-        self._outbox = outbox
+        self.outbox = self._outbox = outbox
         self._counts = outbox.counts
         self._limits = limits or RunnerLimits()
         self._now = now
@@ -302,10 +307,12 @@ class Runner:
         seat.lingering[turn.key] = turn
 
     def settled(self, turn: StageTurn) -> None:
-        seat = self._seats[turn.stage]
-        seat.turns.pop(turn.key, None)
-        seat.lingering.pop(turn.key, None)
-        self._retire(seat, turn)
+        seat, key = self._seats[turn.stage], turn.key
+        if seat.turns.pop(key, None) is None:
+            seat.lingering.pop(key, None)
+        turn.life = _OVER
+        seat.over.add(key)
+        self._changed = True
 
     # -- what arrives
 
@@ -369,10 +376,10 @@ class Runner:
             self._keep_early(seat, key, stamp, item, source)
 
     def _arrive(self, seat: Seat, turn: StageTurn, item: Item, source: int) -> None:
-        if turn.life is not Life.RUNNING:
+        if turn.life is not _RUNNING:
             discard(item, source, self._outbox)
             return
-        if item.outcome is Outcome.FAILED:
+        if item.outcome is _FAILED:
             self._fail(seat, turn, item.reason)
             return
         turn.arrived(item, source)
@@ -424,19 +431,19 @@ class Runner:
     def _open_turn(self, message: OpenTurn, opener: int = SERVER) -> None:
         stamp = message.stamp
         seat, key = self._seats[message.stage], stamp[:4]
-        refusal = self._refusal(seat, stamp, key)
-        if refusal is None:
-            self._begin(seat, key, message, opener)
-        else:
-            if key not in seat.over:
-                self._end_unopened(seat, stamp, *refusal)
-            if message.first is not None:
-                self._counts["late_chunks"] += 1
-                discard(message.first, opener, self._outbox)
+        session = session_key(key[0] // LANES, key[1])
+        if session in seat.sessions and key not in seat.over and key not in seat.broken and self._fences.admits(stamp):
+            self._begin(seat, key, session, message, opener)
+            return
+        if key not in seat.over:
+            self._end_unopened(seat, stamp, *self._refusal(seat, stamp, session))
+        if message.first is not None:
+            self._counts["late_chunks"] += 1
+            discard(message.first, opener, self._outbox)
 
-    def _begin(self, seat: Seat, key: TurnKey, message: OpenTurn, opener: int) -> None:
+    def _begin(self, seat: Seat, key: TurnKey, session: SessionKey, message: OpenTurn, opener: int) -> None:
         """Open what hangs on the turn before its engine can have made anything, then tell the engine."""
-        turn = StageTurn(seat.stage, message.stamp, message.params, message.inputs, opener, self, self._outbox)
+        turn = StageTurn(seat.stage, message.stamp, key, session, message.params, message.inputs, opener, self)
         here, kept_cap = self._worker, self._limits.kept_bytes
         for route in message.routes:
             output = Output(turn, route, route.worker == here, kept_cap)
@@ -471,17 +478,13 @@ class Runner:
             self._drop_early((seat.stage, key))
         self._outbox.say(CONTROL, Ended(seat.stage, stamp, outcome, reason))
 
-    def _refusal(self, seat: Seat, stamp: Stamp, key: TurnKey) -> tuple[Outcome, str] | None:
+    def _refusal(self, seat: Seat, stamp: Stamp, session: SessionKey) -> tuple[Outcome, str]:
+        """Why the turn does not begin."""
         if not self._fences.admits(stamp):
             return Outcome.INCOMPLETE, "stale"
-        if key in seat.over:
-            return Outcome.INCOMPLETE, "over"
-        if key in seat.broken:
+        if stamp[:4] in seat.broken:
             return Outcome.FAILED, "input_lost"
-        session = session_key(stamp.slot // LANES, stamp.generation)
-        if session not in seat.sessions:
-            return Outcome.FAILED, seat.refused.get(session, "session_unknown")
-        return None
+        return Outcome.FAILED, seat.refused.get(session, "session_unknown")
 
     def _forward(self, message: Forward) -> None:
         seat, key = self._seats[message.stage], message.stamp[:4]
@@ -586,18 +589,11 @@ class Runner:
         if was is Life.FINISHED and outcome is Outcome.FAILED and reason != "peer_lost":
             for output in turn.outputs:
                 output.break_off(reason)
-        seat.turns.pop(turn.key, None)
-        seat.lingering.pop(turn.key, None)
         if was is Life.RUNNING:
             seat.engine.drop(turn)
         if not turn.is_reported:
             turn.end(outcome, reason)
-        self._retire(seat, turn)
-
-    def _retire(self, seat: Seat, turn: StageTurn) -> None:
-        turn.life = Life.OVER
-        seat.over.add(turn.key)
-        self._changed = True
+        self.settled(turn)
 
     def _drop_stale(self) -> None:
         moves = self._fences.moves

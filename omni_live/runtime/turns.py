@@ -8,14 +8,13 @@ from typing import Final, NamedTuple, Protocol
 from omni_live.connectors.contract import ArenaFull, ArenaUnavailable, Ticket, TicketInvalid
 from omni_live.engines.contract import TurnError
 from omni_live.runtime.outbox import CONTROL, MEDIA, Outbox
-from omni_live.runtime.ports import CLIENT, Opening, Route
+from omni_live.runtime.ports import CLIENT, End, Opening, Route
 from omni_live.runtime.wire import (
     INLINE_BYTES,
     SERVER,
     Body,
     Chunk,
     Credit,
-    End,
     Ended,
     Inline,
     OpenTurn,
@@ -24,7 +23,7 @@ from omni_live.runtime.wire import (
 )
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
-from omni_live.sessions.stamp import LANES, SessionKey, Stamp, session_key
+from omni_live.sessions.stamp import SessionKey, Stamp
 
 TurnKey = tuple[int, int, int, int]
 """Row, generation, epoch, turn: a stamp without what differs between its chunks."""
@@ -45,6 +44,8 @@ _RUNNING: Final = Life.RUNNING
 _FINISHED: Final = Life.FINISHED
 _OVER: Final = Life.OVER
 _DONE: Final = Outcome.DONE
+_FAILED: Final = Outcome.FAILED
+_INCOMPLETE: Final = Outcome.INCOMPLETE
 
 
 class Handed(NamedTuple):
@@ -65,6 +66,8 @@ Item = Chunk | Handed
 
 class Floor(Protocol):
     """What a turn needs of the runner that made it."""
+
+    outbox: Outbox
 
     def open_here(self, message: OpenTurn) -> None:
         """Open a receiver that is a stage of the same worker."""
@@ -305,19 +308,20 @@ class StageTurn:
         self,
         stage: str,
         stamp: Stamp,
+        key: TurnKey,
+        session: SessionKey,
         params: Mapping[str, Scalar],
         inputs: int,
         opener: int,
         floor: Floor,
-        outbox: Outbox,
     ) -> None:
         self.stage = stage
         self.stamp = stamp
-        self.key: TurnKey = stamp[:4]
-        self.session: SessionKey = session_key(stamp.slot // LANES, stamp.generation)
+        self.key = key
+        self.session = session
         self.params = params
         self.floor = floor
-        self.outbox = outbox
+        self.outbox = floor.outbox
         self.outputs: list[Output] = []
         self.unsettled = 0
         """Outputs whose receiver was not told yet that this was all."""
@@ -397,13 +401,13 @@ class StageTurn:
     def finish(self, outcome: Outcome = Outcome.DONE, reason: str = "") -> None:
         if self.life is not _RUNNING:
             return
-        if outcome is _DONE and self._upstream[0] is Outcome.INCOMPLETE:
+        if outcome is _DONE and self._upstream[0] is _INCOMPLETE:
             outcome, reason = self._upstream
         self.life = _FINISHED
         self.final = (outcome, reason)
         if self._borrowed is not None or self._inbox:
             self._discard_input()
-        if outcome is Outcome.FAILED:
+        if outcome is _FAILED:
             # Receivers are not told: they wait for the abort, so that none of them can call its part done.
             self.void()
             self.end(outcome, reason)
@@ -456,7 +460,7 @@ class StageTurn:
         if item.last:
             self._inputs -= 1
             self.through += item.through
-            if item.outcome is Outcome.INCOMPLETE and self._upstream[0] is _DONE:
+            if item.outcome is _INCOMPLETE and self._upstream[0] is _DONE:
                 self._upstream = (item.outcome, item.reason)
 
     def awaits(self, worker: int) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 
 from omni_live.connectors.contract import Ticket
 from omni_live.engines.contract import Load
-from omni_live.runtime.ports import Route, WorkerId
+from omni_live.runtime.ports import End, Route, WorkerId
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import ArraySpec, Payload, Scalar
 from omni_live.sessions.stamp import SessionKey, Stamp
@@ -60,19 +60,6 @@ class WireStage(NamedTuple):
     engine: str
     """`module:Class`"""
     options: dict[str, Scalar]
-
-
-class End(NamedTuple):
-    """How a stage that hands its chunks on ended its part of a turn.
-
-    It travels with the last chunk, from stage to stage, and reaches the server with the end of a later one: a turn
-    costs the server one report, not one for each stage.
-    """
-
-    worker: WorkerId
-    stage: str
-    outcome: Outcome
-    reason: str
 
 
 # -- server to worker --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,7 +11,7 @@ from omni_live.config.plan import Plan, PoolPlan, WorkerPlan
 from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import EdgeSpec, Handover, PipelineSpec, StageSpec
 from omni_live.runtime.orchestrator import IllegalEffectError, Orchestrator, UnavailableError
-from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
+from omni_live.runtime.ports import CLIENT, End, Opening, Route, WorkerId
 from omni_live.runtime.slots import Slots
 from omni_live.sessions.effects import (
     Abort,
@@ -23,7 +23,10 @@ from omni_live.sessions.effects import (
     Hold,
     RaiseFence,
     Release,
+    Replace,
+    SnapshotReady,
     Submit,
+    Unhold,
     Wake,
 )
 from omni_live.sessions.inputs import (
@@ -382,6 +385,41 @@ def test_an_end_that_comes_with_the_last_output_is_told_with_it(house: House) ->
     assert house.clock.armed == 0
     house.it.ended(WorkerId(3), "c", stamp, Outcome.DONE, "")
     assert house.counts == {"stale_ends": 1}
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+def test_ends_that_come_through_a_later_stage_count_as_if_each_had_come_by_itself(
+    house: House, with_output: bool
+) -> None:
+    script, _ = house.session()
+    house.make(script, submit(script))
+    stamp = script.stamp()
+    through = tuple(End(WorkerId(worker), stage, Outcome.DONE, "") for worker, stage in ((1, "a"), (2, "b")))
+    if with_output:
+        house.it.spoke(WorkerId(3), "c", stamp, PAYLOAD, Outcome.DONE, "", through)
+        assert script.told == [StageSpoke(stamp, "c", PAYLOAD, Outcome.DONE)]
+    else:
+        house.it.ended(WorkerId(3), "c", stamp, Outcome.DONE, "", through)
+        assert script.told == [StageEnded(stamp, "c", Outcome.DONE)]
+    assert house.did("abort") == [], "nothing of it is left"
+    house.it.ended(WorkerId(1), "a", stamp, Outcome.DONE, "")
+    assert house.counts == {"stale_ends": 1}, "the first report counted"
+
+
+def test_a_failure_that_comes_through_a_later_stage_fails_the_turn(house: House) -> None:
+    script, _ = house.session()
+    house.make(script, submit(script))
+    stamp = script.stamp()
+    house.it.spoke(
+        WorkerId(3), "c", stamp, PAYLOAD, Outcome.DONE, "", (End(WorkerId(1), "a", Outcome.FAILED, "stage_error"),)
+    )
+    assert script.told == [StageEnded(stamp, "a", Outcome.FAILED, "stage_error")]
+
+
+def test_each_effect_is_performed_or_goes_to_the_mailbox(house: House) -> None:
+    seen = {Emit, Hold, Unhold, Replace, SnapshotReady}
+    assert house.it._acts.keys() | seen == set(get_args(Effect))
+    assert not house.it._acts.keys() & seen
 
 
 def test_an_end_that_comes_with_an_output_behind_a_hole_is_one_all_the_same(house: House) -> None:

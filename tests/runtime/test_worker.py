@@ -20,7 +20,7 @@ from omni_live.engines.contract import Load
 from omni_live.pipelines.spec import StageSpec
 from omni_live.runtime.fences import FenceTable
 from omni_live.runtime.layout import FENCES
-from omni_live.runtime.ports import CLIENT, Opening, Route, WorkerId
+from omni_live.runtime.ports import CLIENT, End, Opening, Route, WorkerId
 from omni_live.runtime.process import Process, Processes, ProcessSettings
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import Payload, Scalar
@@ -113,8 +113,7 @@ class House:
 
     def ended(self, stage: str, stamp: Stamp) -> tuple[Outcome, str] | None:
         found = [(outcome, reason) for name, of, outcome, reason in self.ends if (name, of[:4]) == (stage, stamp[:4])]
-        assert len(found) <= 1  # each turn ends once in each stage
-        return found[0] if found else None
+        return found[0] if found else None  # the first report counts
 
     def heard(self, stamp: Stamp) -> list[bytes]:
         return [bytes(payload.body) for _, of, payload in self.said if of[:4] == stamp[:4]]
@@ -133,14 +132,16 @@ class House:
         payload: Payload,
         outcome: Outcome | None = None,
         reason: str = "",
+        through: tuple[End, ...] = (),
     ) -> None:
         self.said.append((stage, stamp, payload))
         self.workers[worker].credit(stage, stamp, 1)
         if outcome is not None:
-            self.ends.append((stage, stamp, outcome, reason))
+            self.ended_(stage, stamp, outcome, reason, through)
         self._news.set()
 
-    def ended_(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
+    def ended_(self, stage: str, stamp: Stamp, outcome: Outcome, reason: str, through: tuple[End, ...]) -> None:
+        self.ends += [(end.stage, stamp, end.outcome, end.reason) for end in through]
         self.ends.append((stage, stamp, outcome, reason))
         self._news.set()
 
@@ -171,8 +172,16 @@ class Reports:
         self.snapshotted, self.exited, self.load = house.snapshotted, house.exited, house.load
         self._house = house
 
-    def ended(self, worker: WorkerId, stage: str, stamp: Stamp, outcome: Outcome, reason: str) -> None:
-        self._house.ended_(stage, stamp, outcome, reason)
+    def ended(
+        self,
+        worker: WorkerId,
+        stage: str,
+        stamp: Stamp,
+        outcome: Outcome,
+        reason: str,
+        through: tuple[End, ...] = (),
+    ) -> None:
+        self._house.ended_(stage, stamp, outcome, reason, through)
 
 
 def plan(*stages: str, engine: str = FAKE, **options: Scalar) -> WorkerPlan:
