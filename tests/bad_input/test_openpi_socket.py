@@ -4,7 +4,6 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed
@@ -13,12 +12,10 @@ from websockets.sync.client import ClientConnection, connect
 from omni_live.protocols.openpi import codec
 from tests.end_to_end.served import Served, served
 
+from .leaks import GROWTH_BYTES, LEAKS, TOLD_WITHIN_S, rss
 from .msgpack_cases import ACCEPTED, CASES, RESETS, observation
 from .msgpack_cases import frame as packed
 
-LEAKS = re.compile(r"/dev/shm|psm_|/tmp|Traceback|0x[0-9a-f]{8}|File \"")
-TOLD_WITHIN_S = 0.25
-GROWTH_BYTES = 32 << 20
 DEPLOY = """\
 limits: {openpi_frame_bytes: 8 MiB, max_sessions: 64}
 pipelines: {robot: }
@@ -49,11 +46,6 @@ def ask(socket: ClientConnection, data: bytes | str) -> tuple[str, float, str]:
         error = answer.get("error", answer)
         return str(error["code"]), took, str(answer)
     return "", took, ""
-
-
-def rss(server: Served) -> int:
-    (line,) = [line for line in Path(f"/proc/{server.pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) * 1024
 
 
 def test_every_bad_frame_is_told_in_time_and_costs_neither_the_connection_nor_its_neighbour(robots: Served) -> None:

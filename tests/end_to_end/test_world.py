@@ -1,19 +1,22 @@
 """Rollouts through the world door of a real server, with the real model, by a plain websocket client."""
 
+import io
 import os
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.end_to_end.served import Served, served
-from tests.end_to_end.world_talk import ACTIONS, Message, talking
+from tests.end_to_end.world_talk import ACTIONS, Message, pictures, talking, warm
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(tmp_path_factory.mktemp("world"), "pipelines: {world: }\n") as running:
-        running.settle()
+        warm(running)
         yield running
 
 
@@ -138,3 +141,94 @@ def test_a_bad_request_is_told_and_the_socket_stays_open(server: Served, message
         assert talk.receive()["code"] == "bad_frame"
         kind = message.pop("type")
         assert talk.ask(kind, **message)[-1]["code"] == code
+
+
+def test_a_picture_comes_raw_as_png_or_as_jpeg_and_is_the_same_picture(server: Served) -> None:
+    with talking(server) as talk:
+        session = talk.open()
+        raw = talk.step(session, ACTIONS[:3])
+        pictures = [np.frombuffer(data, np.uint8).reshape(64, 64, 3) for data in raw]
+        for form, furthest in (("png", 0), ("jpeg", 24)):
+            *found, _ = talk.ask("look", session_id=session, step=1, frames=3, format=form)
+            assert [frame["format"] for frame in found] == [form] * 3
+            for frame, picture in zip(found, pictures, strict=True):
+                with Image.open(io.BytesIO(frame["image"]["data"])) as opened:
+                    read = np.asarray(opened.convert("RGB"), np.int16)
+                assert np.abs(read - picture).mean() <= furthest / 4
+                assert np.median(np.abs(read - picture)) <= furthest
+        talk.close(session)
+
+
+def test_latents_come_alone_or_beside_the_picture(server: Served) -> None:
+    with talking(server) as talk:
+        session = talk.open(outputs=["latent"])
+        *alone, done = talk.ask("step", session_id=session, actions=ACTIONS[:4])
+        assert (done["status"], [frame["output"] for frame in alone]) == ("done", ["latent"] * 4)
+        assert all("image" not in frame for frame in alone)
+        latents = [frame["latent"]["data"] for frame in alone]
+        *both, _ = talk.ask("look", session_id=session, step=1, frames=4, outputs=["frame", "latent"])
+        assert sorted(frame["output"] for frame in both) == ["frame"] * 4 + ["latent"] * 4
+        assert [frame["latent"]["data"] for frame in both if frame["output"] == "latent"] == latents
+        talk.close(session)
+
+
+def test_a_rollout_begins_from_a_picture_in_any_form_that_holds_it_whole(server: Served) -> None:
+    with talking(server) as talk:
+        first = talk.open()
+        data = talk.step(first, ACTIONS[:9])[-1]
+        picture = np.frombuffer(data, np.uint8).reshape(64, 64, 3)
+        png = io.BytesIO()
+        Image.fromarray(picture).save(png, "PNG")
+        array = {"dtype": "|u1", "shape": [64, 64, 3], "data": data}
+        made = []
+        for image in (array, {"format": "png", "data": png.getvalue()}):
+            session = talk.open(seed=5, image=image)
+            made.append(talk.step(session, ACTIONS[:5]))
+            talk.close(session)
+        assert made[0] == made[1]
+        other = talk.open(seed=5)
+        assert talk.step(other, ACTIONS[:5]) != made[0], "the seed's own beginning is another"
+        (done,) = talk.ask("reset", session_id=other, seed=5, image=array)
+        assert (done["status"], done["step"]) == ("done", 0)
+        assert talk.step(other, ACTIONS[:5]) == made[0], "a reset begins as an open does"
+        for each in (first, other):
+            talk.close(each)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_a_socket_that_drops_in_mid_step_costs_no_frame_and_repeats_none(server: Served, binary: bool) -> None:
+    actions = ACTIONS * 4
+    with talking(server, binary=binary) as talk:
+        undisturbed, session = talk.open(), talk.open()
+        whole = talk.step(undisturbed, actions)
+        talk.close(undisturbed)
+        token = talk.token
+        talk.send("step", session_id=session, actions=actions)
+        seen = []
+        while len(seen) < 7:
+            message = talk.receive()
+            assert message["session_id"] == session
+            seen.append(message)
+        last_seq = talk.last_seq[session]
+    with talking(server, binary=binary) as talk:
+        talk.send("session.resume", session_id=session, token=token, last_seq=last_seq, credits=4096)
+        resumed = talk.receive()
+        assert resumed["type"] == "session.resumed"
+        while (message := talk.receive())["type"] != "done":
+            seen.append(message)
+        assert (message["status"], message["step"]) == ("done", len(actions))
+        assert [frame["step"] for frame in seen] == list(range(1, len(actions) + 1))
+        assert pictures(seen) == whole
+        talk.close(session)
+
+
+def test_a_rollout_can_be_rewound_256_steps_and_no_more(server: Served) -> None:
+    with talking(server) as talk:
+        session = talk.open()
+        for _ in range(8):
+            frames = talk.step(session, ACTIONS)
+        (refused,) = talk.ask("rewind", session_id=session, step=320 - 257)
+        assert (refused["status"], refused["reason"], refused["step"]) == ("failed", "rewind_too_far", 320)
+        assert talk.look(session, 281, 40) == frames, "nothing was touched"
+        talk.rewind(session, 320 - 256)
+        talk.close(session)

@@ -140,6 +140,10 @@ def warm(server: Served) -> None:
     with talking(server) as talk:
         sessions = [talk.open(seed=seed) for seed in range(4)]
         talk.step_together({session: moves(100) for session in sessions})
+        image = {"dtype": "|u1", "shape": [64, 64, 3], "data": bytes(64 * 64 * 3)}
+        sessions.append(talk.open(image=image, outputs=["frame", "latent"]))
+        for form in ("png", "jpeg"):
+            talk.ask("step", session_id=sessions[-1], actions=moves(4), format=form)
         for session in sessions:
             talk.close(session)
     wait_until(lambda: not any(server.standing().values()), f"not at rest: {server.standing()}")

@@ -1,6 +1,7 @@
 """The dynamics engine, hand-cranked on a fake world: rollouts, their ends, and what a session keeps."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -13,9 +14,14 @@ from omni_live.pipelines.world.adapter import BadWorld, Floats, Images, World, W
 from omni_live.pipelines.world.dynamics import MAX_FRAMES, PAGE_RECORDS, UNDELIVERED, Dynamics
 from omni_live.pipelines.world.fake import SIDE, FakeWorld
 from omni_live.protocols.arrays import array, pack
+from omni_live.runtime.fences import FenceTable
+from omni_live.runtime.outbox import Outbox
+from omni_live.runtime.ports import CLIENT, Route, WorkerId
+from omni_live.runtime.runner import Runner
+from omni_live.runtime.wire import Ended, FeedSession, FeedTurn, OpenSession, OpenTurn, Spoke, inline
 from omni_live.sessions.inputs import Outcome
 from omni_live.sessions.payload import ArraySpec, Payload, Scalar
-from omni_live.sessions.stamp import LANES, SessionKey, Stamp, session_key
+from omni_live.sessions.stamp import LANES, Fence, SessionKey, Stamp, session_key
 from tests.pipelines.rig import FakeHost, FakeTurn
 
 FAKE: Final = "omni_live.pipelines.world.fake:FakeWorld"
@@ -363,6 +369,31 @@ def test_a_turn_that_is_dropped_commits_whole_frames_only(done: int) -> None:
     assert len(turn.sent) == kept
     assert bench.tell(0, "cut", step=99) == ("at", kept)
     assert frames(turn, 1) + bench.rolled(0, kept + 1, 3 - kept) == whole.rolled(0, 1, 3)
+
+
+@pytest.mark.parametrize("done", range(2 * STEPS))
+def test_a_fence_stops_a_step_of_many_frames_before_its_next_denoising_step(done: int, tmp_path: Path) -> None:
+    """As a worker runs it: what the model computes after the fence has moved is counted, and is nothing."""
+    bench = Bench()
+    fences, outbox = FenceTable.create(tmp_path / "fences", 4), Outbox(tmp_path, WorkerId(1), 1 << 20)
+    runner = Runner(1, {"dynamics": bench.engine}, fences, outbox, wake=lambda: None)
+    key, fence = session_key(0, 1), Fence(0, 1)
+    fences.write(fence)
+    reset = inline(Payload("reset", {"seed": 0}))
+    runner.receive(0, OpenSession(0, "dynamics", key, {}))
+    runner.receive(0, FeedSession(1, "dynamics", key, reset))
+    stamp, actions = fence.stamp(1), inline(acts(1, 5))
+    runner.receive(0, OpenTurn(2, "dynamics", stamp, {}, (Route(CLIENT, WorkerId(0), 64),), 1))
+    runner.receive(0, FeedTurn(3, "dynamics", stamp, actions, True))
+    while len(bench.batches) < done:
+        assert runner.step()
+    fences.write(fence.raised())
+    while runner.step():
+        pass
+    assert len(bench.batches) == done
+    said = [message for _, message in outbox.take()]
+    assert sum(isinstance(message, Spoke) for message in said) == done // STEPS, "whole frames, and no others"
+    assert [message.reason for message in said if isinstance(message, Ended)] == ["stale"]
 
 
 def test_a_rollout_whose_session_was_moved_goes_on_no_more(bench: Bench) -> None:

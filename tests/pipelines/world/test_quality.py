@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from omni_live.clients.envs.likeness import likeness
 from omni_live.clients.envs.table import TASKS, TableEnv, expert
 from omni_live.pipelines.world.fake import FakeWorld
 from omni_live.pipelines.world.quality import compared, measure
@@ -90,3 +91,28 @@ def test_a_dream_sees_the_first_frame_and_no_other(episodes: list[Episode]) -> N
     true, blind = (measure(world, seen, 0, frames=(4,)) for seen in (episodes, blinded))
     assert true["disc_err_px_4"] == pytest.approx(blind["disc_err_px_4"], nan_ok=True)
     assert true["psnr_4"] != blind["psnr_4"]
+
+
+@pytest.mark.parametrize("change", ["none", "fade", "roll", "grey"])
+def test_clients_measure_the_same(episodes: list[Episode], change: str) -> None:
+    """clients/envs/likeness.py is told where the discs are and what colour they have; here both are found out."""
+    dreamt = frames(episodes, 6)
+    for at, picture in enumerate(dreamt):
+        if change == "fade":
+            picture[around(episodes[at], 6, at % 3)] = 232
+        elif change == "roll":
+            picture[:] = np.roll(picture, at + 1, axis=at % 2)
+        elif change == "grey":
+            picture[:] = 128
+    found = [
+        likeness(episode.images[6], picture, [complex(*place) for place in episode.discs[6]])
+        for episode, picture in zip(episodes, dreamt, strict=True)
+    ]
+    quality = compared(episodes, 6, dreamt)
+    assert np.mean([one.psnr_db for one in found]) == pytest.approx(quality["psnr_6"], abs=0.05)
+    assert np.mean([one.lost for one in found]) == quality["lost_6"]
+    errors = [error for one in found for error in one.errors_px]
+    if errors:
+        assert np.median(errors) == pytest.approx(quality["disc_err_px_6"], abs=1e-3)
+    else:
+        assert np.isnan(quality["disc_err_px_6"])
