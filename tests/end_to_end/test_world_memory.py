@@ -17,10 +17,9 @@ limits: {{wait_queue: 0}}
 """
 FLAT_BYTES = 3 << 20
 """Growth that still is none, in a process: allocators round up. A frame kept is 12 KiB in the server."""
-RINGS_BYTES = 2 * (16 << 20) + 4 * 4096
-"""The shared memory that the server maps, of both stages: frames and latents pass through it round and round.
-
-A page of each is its head."""
+RINGS_BYTES = 3 * (16 << 20) + 4 * 4096
+"""The shared memory that the server maps: what both stages send it goes through it round and round, and so do pictures
+to begin from. A page of each is its head."""
 KEPT = 256 + 64 + 2
 """Latents kept of a rollout at most, each in 64 bytes of a page of 8."""
 
