@@ -13,13 +13,13 @@ PYTHON ?= $(shell scripts/a-python)
 # Files that are not Python are shipped too, so every one of them counts.
 SOURCES = $(shell find omni_live sessions protocols clients -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test check lint bench docs serve clean venv sound FORCE
+.PHONY: demo test check lint bench docs serve clean venv sound lerobot FORCE
 
 demo: venv
 	$(BIN)/omni-live demo
 
 # -P keeps the tree off the import path, also in what the tests start: they meet the package as it is shipped.
-test: venv sound
+test: venv sound lerobot
 	PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest $(ARGS)
 
 check: lint test
@@ -47,8 +47,16 @@ venv: $(VENV)/.installed
 sound:
 	@scripts/sound-packages
 
+# LeRobot pins older versions of what the server uses, so it gets a folder beside the virtual environment.
+lerobot: $(VENV)-lerobot/.installed
+
+$(VENV)-lerobot/.installed: requirements/lerobot.lock $(VENV)/.locked
+	rm -rf $(VENV)-lerobot
+	$(PIP) install --no-deps --target $(VENV)-lerobot -r requirements/lerobot.lock
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lerobot build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Anew whenever a lock changes, so that nothing outlives its pin.
