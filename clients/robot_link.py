@@ -28,14 +28,13 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
-from urllib.parse import urlsplit
 
 import numpy as np
 from websockets.asyncio.client import ClientConnection
-from websockets.asyncio.client import connect as open_socket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
 from omni_live.clients.clock import MS, Clock, MonotonicClock, S
+from omni_live.clients.dial import TRY_AGAIN_STATUS, Address
 from omni_live.clients.duplex import Patience, waits
 from omni_live.clients.robot_wire import (
     Actions,
@@ -54,15 +53,9 @@ from omni_live.protocols.fields import Faulty, Wire
 from omni_live.protocols.images import encode_image
 from omni_live.protocols.openpi.contract import Contract
 
-MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 FIRST_FRAME_S: Final = 10.0
-CLOSE_WITHIN_S: Final = 2.0
-PING_S: Final = 10.0
-PING_TIMEOUT_S: Final = 60.0
-"""A server that computes a first chunk on its event loop, as OpenPI's does, answers no ping meanwhile."""
 TRY_AGAIN: Final = 1013
 """Close code of a server that is full."""
-TRY_AGAIN_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 FULL: Final = frozenset({"overloaded", "draining", "open_timeout", "replica_unavailable"})
 """Codes of a server that would open no session now."""
 
@@ -146,29 +139,6 @@ class Counts:
     """Requests that were lost with their socket."""
     stale: int = 0
     """Answers that nobody waited for any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where the server is, and who asks."""
-
-    url: str
-    api_key: str | None
-
-    async def dial(self, within_s: float) -> ClientConnection:
-        """A websocket; raises OSError, TimeoutError, InvalidHandshake, InvalidURI."""
-        loopback = urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
-        return await open_socket(
-            self.url,
-            additional_headers={"Authorization": f"Api-Key {self.api_key}"} if self.api_key else None,
-            compression=None,
-            max_size=MAX_FRAME_BYTES,
-            open_timeout=within_s,
-            close_timeout=CLOSE_WITHIN_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_TIMEOUT_S,
-            proxy=None if loopback else True,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -562,7 +532,7 @@ async def connect(
     each answer. Raises ConnectFailed, ContractMismatch, Overloaded.
     """
     policy = Policy(
-        Address(url, api_key),
+        Address(url, api_key, key_scheme="Api-Key"),
         robot,
         session_id or f"robot-{secrets.token_hex(8)}",
         patience or Patience(),

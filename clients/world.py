@@ -25,18 +25,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from omni_live.clients.clock import Clock, MonotonicClock
+from omni_live.clients.dial import Address
 from omni_live.clients.duplex import Patience
 from omni_live.clients.world_book import Ask, Book
 from omni_live.clients.world_errors import Interrupted, SessionLost
-from omni_live.clients.world_link import Address, Counts, Line, Opening
+from omni_live.clients.world_link import Counts, Line, Opening
 from omni_live.clients.world_wire import Facts, Frame, Images, Message, actions_value, image_value, write
 from omni_live.protocols.fields import Wire
 from omni_live.protocols.world.arrays import FORMATS, RAW
-from omni_live.protocols.world.messages import MAX_CREDITS, MAX_FORKS, OUTPUTS
+from omni_live.protocols.world.messages import MAX_CREDITS, MAX_FORKS, MSGPACK_SUBPROTOCOL, OUTPUTS
 
 AHEAD: Final = 256
 """Frames that the server may send ahead of a reader."""
 TIMEOUT_S: Final = 30.0
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 
 
 class Frames:
@@ -349,7 +351,7 @@ class connect:  # noqa: N801  it is called like a function, as in websockets
         clock: Clock | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        address = Address(url, api_key)
+        address = Address(url, api_key, subprotocols=(MSGPACK_SUBPROTOCOL,), max_frame_bytes=MAX_FRAME_BYTES)
         self._line = Line(address, patience or Patience(), timeout_s, clock or MonotonicClock(), chance)
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None

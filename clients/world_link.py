@@ -11,14 +11,12 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection
-from websockets.asyncio.client import connect as open_socket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.typing import Subprotocol
 
 from omni_live.clients.clock import Clock, S
+from omni_live.clients.dial import TRY_AGAIN_STATUS, Address
 from omni_live.clients.duplex import Patience, waits
 from omni_live.clients.world_book import CANCEL, RESUME, Ask, Book
 from omni_live.clients.world_errors import (
@@ -51,14 +49,9 @@ from omni_live.clients.world_wire import (
 )
 from omni_live.protocols.fields import Faulty
 from omni_live.protocols.world.contract import WorldContract
-from omni_live.protocols.world.messages import MSGPACK_SUBPROTOCOL
 
-MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 FIRST_FRAME_S: Final = 10.0
 CLOSE_WITHIN_S: Final = 2.0
-PING_S: Final = 10.0
-PING_TIMEOUT_S: Final = 60.0
-TRY_AGAIN_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 _STATUS: Final = {401: "invalid_api_key", 403: "forbidden", 404: "not_found"}
 
@@ -73,30 +66,6 @@ class Counts:
     resumes: int = 0
     asked_again: int = 0
     """Requests of which the server had not said a word when the line was back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where the server is, and who asks."""
-
-    url: str
-    api_key: str | None
-
-    async def dial(self, within_s: float) -> ClientConnection:
-        """A websocket; raises OSError, TimeoutError, InvalidHandshake, InvalidURI."""
-        loopback = urlsplit(self.url).hostname in ("127.0.0.1", "::1", "localhost")
-        return await open_socket(
-            self.url,
-            additional_headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else None,
-            subprotocols=[Subprotocol(MSGPACK_SUBPROTOCOL)],
-            compression=None,
-            max_size=MAX_FRAME_BYTES,
-            open_timeout=within_s,
-            close_timeout=CLOSE_WITHIN_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_TIMEOUT_S,
-            proxy=None if loopback else True,
-        )
 
 
 @dataclass(slots=True, eq=False)
