@@ -12,6 +12,7 @@ import zipfile
 from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,6 +22,7 @@ import omni_live
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("sessions", "protocols", "clients")
+SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since 3.11.4
 LOCKS = ("dev.lock", "torch.lock", "models.lock")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}
 
@@ -80,7 +82,7 @@ def wheel_of_the_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sdist")
     sdist = _build("sdist", _copy_of_the_tree(base / "tree"), base / "dist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(base / "unpacked", filter="data")
+        archive.extractall(base / "unpacked", **SAFELY)
     (unpacked,) = (base / "unpacked").iterdir()
     return _build("wheel", unpacked, base / "dist-of-sdist")
 
