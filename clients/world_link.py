@@ -6,6 +6,7 @@ of it; see world_book.py for what is then asked again. Where there is no way bac
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -99,6 +100,8 @@ class Line:
         self._talkative: dict[Book, None] = {}
         """Books that may have something to say."""
         self._to_send = asyncio.Event()
+        self._is_up = asyncio.Event()
+        """Set while every session is attached, and when that will not be any more."""
         self._error: WorldError | None = None
         self._ids = itertools.count(1)
         self._away: _Away | None = None
@@ -212,6 +215,8 @@ class Line:
             async with asyncio.timeout(FIRST_FRAME_S):
                 self._facts = read_greeting(await socket.recv())
             self._socket = socket
+            if self._away is None:
+                self._is_up.set()
         except Faulty as error:
             raise ConnectFailed(error.fault.code, str(error)) from error
         finally:
@@ -241,6 +246,7 @@ class Line:
                     writer.cancel()
         finally:
             self._socket = None
+            self._is_up.clear()
             socket.transport.abort()
 
     async def _read(self, socket: ClientConnection) -> str:
@@ -432,6 +438,7 @@ class Line:
             self._away = None
             self.counts.resumes += 1
             self._to_send.set()
+            self._is_up.set()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -444,20 +451,35 @@ class Line:
         self._books.clear()
         self._openings.clear()
         self._outbox.clear()
+        self._is_up.set()
 
     async def close(self) -> None:
-        """Close the sessions and the socket."""
-        socket, left = self._socket, tuple(self._books)
-        self._end(ConnectionLost("closed", "the link was left"))
-        if socket is None:
-            return
-        try:
+        """Close the sessions and the socket.
+
+        A line that is down is waited for a moment; sessions that it did not bring back stay for their grace.
+        """
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_WITHIN_S):
-                for session_id in left:
-                    await socket.send(frame(write("session.close", session_id)))
+                while self._books and self._error is None and not await self._are_closed():
+                    pass
+        socket = self._socket
+        self._end(ConnectionLost("closed", "the link was left"))
+        if socket is not None:
             await socket.close()
-        except (ConnectionClosed, TimeoutError):
-            socket.transport.abort()
+
+    async def _are_closed(self) -> bool:
+        """Whether the server was asked to close every session; False where the line was lost meanwhile."""
+        await self._is_up.wait()
+        socket = self._socket
+        if socket is None or self._error is not None:
+            return False
+        try:
+            for session_id in tuple(self._books):
+                await socket.send(frame(write("session.close", session_id)))
+        except ConnectionClosed:
+            self._is_up.clear()  # the reader hears of it, too
+            return False
+        return True
 
     def drop_transport(self) -> None:
         """Lose the socket without a word, as a network does. For tests and demonstrations."""

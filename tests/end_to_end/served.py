@@ -127,7 +127,8 @@ class Served:
             "omni_live_stage_queue",
             "omni_live_stage_bytes",
         )
-        return {sample: value for sample, value in self.metrics().items() if sample[0] in kept}
+        # a worker that has not reported yet holds nothing either
+        return {sample: value for sample, value in self.metrics().items() if sample[0] in kept and value}
 
     # -- at rest -------------------------------------------------------------------------------------------------
 
