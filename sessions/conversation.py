@@ -460,7 +460,7 @@ class Conversation(Session):
 
     def _answers(self) -> bool:
         detection = self.settings.turn_detection
-        return detection is not None and detection.create_response
+        return self.settings.answers_commits if detection is None else detection.create_response
 
     def _respond_to(self, item_id: str, text: str, samples: int, respond: bool | None = None) -> None:
         if self.settings.transcription:

@@ -51,6 +51,8 @@ class Settings:
     seed: int = 0
     turn_detection: TurnDetection | None = TurnDetection()
     """None: the client commits by hand."""
+    answers_commits: bool = False
+    """Whether a commit by hand is answered without being asked for where turn detection is off."""
     transcription: bool = True
     """Send transcripts of the user's audio."""
     overlap: Overlap = Overlap()

@@ -1,5 +1,6 @@
 """What is shipped: one package, all of it, and installed from the pins that the lock files name."""
 
+import json
 import os
 import re
 import shutil
@@ -196,6 +197,20 @@ def test_every_requirement_of_every_extra_is_met_by_the_locks() -> None:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_pins_each_package_to_one_version(lock: str) -> None:
     assert all(_version(pin) for pin in _pins(lock).values())
+
+
+@pytest.mark.parametrize("lock", sorted(path.name for path in (ROOT / "requirements/clients").glob("*.lock")))
+def test_a_lock_of_what_the_tests_run_with_pins_each_package_to_one_version(lock: str) -> None:
+    pins = _pins(f"clients/{lock}")
+    assert pins
+    assert all(_version(pin) for pin in pins.values())
+
+
+def test_the_lock_of_the_javascript_names_no_registry_and_the_hash_of_each_package() -> None:
+    text = (ROOT / "requirements/clients/openai-js/package-lock.json").read_text(encoding="utf-8")
+    packages = json.loads(text)["packages"]
+    assert "://" not in text
+    assert all("integrity" in package for name, package in packages.items() if name)
 
 
 def test_the_locks_leave_out_what_breaks_torch() -> None:

@@ -6,7 +6,7 @@ codec, which also turns appended audio into the pipeline's form.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -105,7 +105,7 @@ def _audio_bytes(fields: Fields) -> bytes:
     return data
 
 
-def _commit(fields: Fields, _: Settings, event_id: str | None) -> Read:
+def _commit(fields: Fields, _: Settings, event_id: str | None) -> AudioCommitted:
     fields.ignore(("is_speech",))
     respond = fields.flag("response_create")
     other = fields.flag("create_response")
@@ -113,6 +113,12 @@ def _commit(fields: Fields, _: Settings, event_id: str | None) -> Read:
     if fields.flag("final") is False:
         respond = False
     return AudioCommitted(respond, event_id)
+
+
+def _commit_and_respond(fields: Fields, settings: Settings, event_id: str | None) -> Read:
+    """vllm-omni's own name for a commit, which there wants an answer unless it says otherwise."""
+    commit = _commit(fields, settings, event_id)
+    return replace(commit, respond=True) if commit.respond is None else commit
 
 
 def _clear(_: Fields, __: Settings, event_id: str | None) -> Read:
@@ -284,7 +290,7 @@ READERS: Final[Mapping[str, Reader]] = MappingProxyType(
         "close_session": _close,
         "input_audio_buffer.append": _append,
         "input_audio_buffer.commit": _commit,
-        "input.commit": _commit,
+        "input.commit": _commit_and_respond,
         "input_audio_buffer.clear": _clear,
         "input.cancel": _clear,
         "barge_in": _barge_in,

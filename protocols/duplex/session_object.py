@@ -29,7 +29,6 @@ _G711: Final = {audio.ULAW: "audio/pcmu", audio.ALAW: "audio/pcma"}
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NO_EFFECT: Final = ("id", "object", "expires_at", "client_secret", "include", "tracing", "truncation", "reasoning")
 _NO_EFFECT_FLAT: Final = (
-    "extra_body",
     "idle_timeout_s",
     "metadata",
     "overlap_barge_in_ms",
@@ -106,6 +105,7 @@ def _describe_own(settings: Settings) -> dict[str, Wire]:
         "output_rate_hz": settings.output_rate_hz,
         "output_encoding": settings.output_encoding,
         "lead_ms": settings.lead_ms,
+        "answers_commits": settings.answers_commits,
         "seed": settings.seed,
         "temperature": settings.temperature,
         "overlap": {
@@ -137,6 +137,7 @@ def merge(settings: Settings, session: Fields) -> Settings:
         settings = _merge_audio(settings, block)
     settings = _merge_turn_detection(settings, session)
     settings = _merge_flat_overlap(settings, session)
+    settings = _merge_extra_body(settings, session)
     own = session.inner("omni_live")
     if own is not None:
         settings = _merge_own(settings, own)
@@ -275,6 +276,14 @@ def _merge_flat_overlap(settings: Settings, fields: Fields) -> Settings:
     return replace(settings, overlap=replace(overlap, short_ack_ms=_or(short, overlap.short_ack_ms)))
 
 
+def _merge_extra_body(settings: Settings, fields: Fields) -> Settings:
+    """vllm-omni's `auto_response`, which its client always sends; the rest is for other models and has no effect."""
+    extra = fields.inner("extra_body")
+    if extra is None:
+        return settings
+    return replace(settings, answers_commits=_or(extra.flag("auto_response"), settings.answers_commits))
+
+
 def _merge_own(settings: Settings, own: Fields) -> Settings:
     settings = replace(
         settings,
@@ -283,6 +292,7 @@ def _merge_own(settings: Settings, own: Fields) -> Settings:
         output_rate_hz=_or(own.integer("output_rate_hz", audio.LOW_HZ, audio.HIGH_HZ), settings.output_rate_hz),
         output_encoding=_or(own.choice("output_encoding", audio.ENCODINGS), settings.output_encoding),
         lead_ms=_or(own.integer("lead_ms", 0, 60_000), settings.lead_ms),
+        answers_commits=_or(own.flag("answers_commits"), settings.answers_commits),
         seed=_or(own.integer("seed", 0, 2**31 - 1), settings.seed),
         temperature=_or(own.number("temperature", 0.0, 2.0), settings.temperature),
     )

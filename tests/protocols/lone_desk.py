@@ -173,6 +173,8 @@ class FakeSocket:
         self._open.set()
         self.sent: list[dict[str, Any]] = []
         self.aborted = False
+        self.refused = 0
+        self._hung_up = False
         self._news = asyncio.Event()
 
     # -- the server's side
@@ -181,10 +183,13 @@ class FakeSocket:
         return await self._incoming.get()
 
     async def send(self, message: Any) -> None:
+        self._news.set()
+        if self._hung_up:
+            self.refused += 1
+            raise OSError
         self.sent.append(dict(message))
         if message["type"] == "websocket.close":
             self.leave()
-        self._news.set()
 
     @property
     def is_writable(self) -> bool:
@@ -206,6 +211,10 @@ class FakeSocket:
 
     def leave(self) -> None:
         self._incoming.put_nowait({"type": "websocket.disconnect", "code": 1005})
+
+    def hang_up(self) -> None:
+        """Take nothing any more; what was said before is still on its way to the server."""
+        self._hung_up = True
 
     def stop_reading(self) -> None:
         self._open.clear()

@@ -279,6 +279,19 @@ async def test_closing_is_answered_and_then_the_socket_closes_with_1000() -> Non
     assert isinstance(house.lone.told[0 - 2], CloseAsked)
 
 
+async def test_what_a_client_said_before_it_left_is_heard_to_the_end() -> None:
+    house = House()
+    async with house.visit(FakeSocket()) as socket:
+        await socket.until(has("session.created"))
+        socket.hang_up()
+        house.lone.mailbox.take([Emit(HeartbeatAcked(None), 0)])
+        await socket.until(lambda socket: socket.refused > 0)
+        socket.say(said("session.heartbeat"))
+        socket.say(said("session.close"))
+    assert any(isinstance(told, CloseAsked) for told in house.lone.told)
+    assert house.lone.session.state == "closed"
+
+
 def delta(house: House, seq: int, epoch: int = 1) -> Emit:
     fence = house.lone.session.fences[0]
     stamp = Fence(fence.slot, fence.generation, epoch).stamp(1)

@@ -59,6 +59,8 @@ CASES: list[tuple[dict[str, Any], told.ClientInput]] = [
     ({"type": "input_audio_buffer.clear"}, told.AudioCleared("e1")),
     ({"type": "barge_in"}, told.BargeInAsked("e1")),
     ({"type": "turn.signal", "event": "user_started", "payload": {"a": 1}}, told.BargeInAsked("e1")),
+    ({"type": "input.commit"}, told.AudioCommitted(True, "e1")),
+    ({"type": "input.commit", "create_response": False}, told.AudioCommitted(False, "e1")),
     ({"type": "turn.signal", "event": "user_committed"}, told.AudioCommitted(None, "e1")),
     ({"type": "input.text.append", "text": "hi"}, told.TextAppended("hi", True, "e1")),
     ({"type": "push_text", "text": "hi", "response_create": False}, told.TextAppended("hi", False, "e1")),
@@ -242,12 +244,18 @@ def test_what_vllm_omni_s_client_sends_is_read() -> None:
     })  # fmt: skip
     assert (after.input_rate_hz, after.output_rate_hz, after.modality) == (16000, 24000, Modality.AUDIO)
     assert after.overlap.short_ack_ms == 500
+    assert after.answers_commits
+
+
+def test_an_extra_body_that_says_nothing_of_answers_changes_nothing() -> None:
+    assert update({"extra_body": {"force_listen_count": 0}}) == SETTINGS
 
 
 def test_what_the_server_shows_can_be_sent_back_and_changes_nothing() -> None:
     settings = replace(
-        SETTINGS, instructions="be kind", voice="amber", max_output_tokens=100, input_rate_hz=16000, lead_ms=0
-    )
+        SETTINGS, instructions="be kind", voice="amber", max_output_tokens=100, input_rate_hz=16000, lead_ms=0,
+        answers_commits=True,
+    )  # fmt: skip
     assert update(describe(settings, "sess_1", {"limits": {}}), settings) == settings
 
 

@@ -177,6 +177,18 @@ def test_i3_no_response_follows_a_commit_by_hand_unless_it_is_asked_for(start: S
     assert drive.seen == [[(Role.USER, "Line 1."), (Role.USER, "Line 2."), (Role.USER, "Line 3.")]]
 
 
+def test_a_commit_by_hand_is_answered_unasked_where_the_settings_say_so(start: Start) -> None:
+    drive = start(settings=replace(QUIET, answers_commits=True))
+    drive.user.listen(640)
+    drive.tell(AudioCommitted())
+    final(drive, 1, "What time is it?")
+    drive.voice().end()
+    drive.user.listen(640)
+    drive.tell(AudioCommitted(False))
+    final(drive, 2, "Never mind.")
+    assert drive.statuses == [ResponseStatus.COMPLETED]
+
+
 def test_i3_a_response_that_is_asked_for_right_after_the_commit_answers_what_was_said(start: Start) -> None:
     drive = start(settings=QUIET)
     drive.user.listen(640)
