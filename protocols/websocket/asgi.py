@@ -176,7 +176,7 @@ class Connection:
                     more.clear()
                     await more.wait()
         except OSError:
-            return  # ASGI's way to say that the client has gone; the reader hears of it, behind what the client last said
+            return  # ASGI's way to say that the client has gone; the reader hears of it, behind what was said last
 
     async def _hand_event(self, emit: Emit, outbox: Outbox, encode: Encode) -> None:
         for frame in encode.frames(emit):
