@@ -100,8 +100,10 @@ class Line:
         self._talkative: dict[Book, None] = {}
         """Books that may have something to say."""
         self._to_send = asyncio.Event()
-        self._is_up = asyncio.Event()
+        self._attached = asyncio.Event()
         """Set while every session is attached, and when that will not be any more."""
+        self._parted = asyncio.Event()
+        """Set when a session is over, or the socket."""
         self._error: WorldError | None = None
         self._ids = itertools.count(1)
         self._away: _Away | None = None
@@ -216,7 +218,7 @@ class Line:
                 self._facts = read_greeting(await socket.recv())
             self._socket = socket
             if self._away is None:
-                self._is_up.set()
+                self._attached.set()
         except Faulty as error:
             raise ConnectFailed(error.fault.code, str(error)) from error
         finally:
@@ -246,7 +248,8 @@ class Line:
                     writer.cancel()
         finally:
             self._socket = None
-            self._is_up.clear()
+            self._attached.clear()
+            self._parted.set()
             socket.transport.abort()
 
     async def _read(self, socket: ClientConnection) -> str:
@@ -376,6 +379,7 @@ class Line:
                 self._openings.pop(request_id, None)
             book.over(error)
             self._is_back(book)
+            self._parted.set()
 
     # -- coming back ---------------------------------------------------------------------------------------------
 
@@ -438,7 +442,7 @@ class Line:
             self._away = None
             self.counts.resumes += 1
             self._to_send.set()
-            self._is_up.set()
+            self._attached.set()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -451,7 +455,8 @@ class Line:
         self._books.clear()
         self._openings.clear()
         self._outbox.clear()
-        self._is_up.set()
+        self._attached.set()
+        self._parted.set()
 
     async def close(self) -> None:
         """Close the sessions and the socket.
@@ -460,26 +465,28 @@ class Line:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_WITHIN_S):
-                while self._books and self._error is None and not await self._are_closed():
-                    pass
+                while self._books:
+                    await self._take_leave()
         socket = self._socket
         self._end(ConnectionLost("closed", "the link was left"))
         if socket is not None:
             await socket.close()
 
-    async def _are_closed(self) -> bool:
-        """Whether the server was asked to close every session; False where the line was lost meanwhile."""
-        await self._is_up.wait()
+    async def _take_leave(self) -> None:
+        """Until the server has closed every session, or the line is lost."""
+        await self._attached.wait()
         socket = self._socket
-        if socket is None or self._error is not None:
-            return False
         try:
             for session_id in tuple(self._books):
-                await socket.send(frame(write("session.close", session_id)))
+                if socket is not None:
+                    await socket.send(frame(write("session.close", session_id)))
         except ConnectionClosed:
-            self._is_up.clear()  # the reader hears of it, too
-            return False
-        return True
+            if self._socket is socket:
+                self._attached.clear()  # the reader hears of it, too
+            return
+        while self._books and self._socket is socket:
+            self._parted.clear()
+            await self._parted.wait()
 
     def drop_transport(self) -> None:
         """Lose the socket without a word, as a network does. For tests and demonstrations."""

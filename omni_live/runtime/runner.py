@@ -157,7 +157,7 @@ class Runner:
     ) -> None:
         self._worker = worker
         self._fences = fences
-        self.outbox = self._outbox = outbox
+        self.outbox = outbox
         self._counts = outbox.counts
         self._limits = limits or RunnerLimits()
         self._now = now
@@ -215,7 +215,7 @@ class Runner:
 
     def lost_receiver(self, worker: int) -> None:
         """The link that our chunks to that worker take is gone, and with it what was on its way."""
-        freed = self._outbox.forget(worker)
+        freed = self.outbox.forget(worker)
         if freed:
             self._counts["tickets_freed_of_lost"] += freed
         for seat in self._seats.values():
@@ -234,7 +234,7 @@ class Runner:
         for source, opening in self._ahead:
             if source == worker:
                 self._end_unopened(self._seats[opening.stage], opening.stamp, Outcome.FAILED, "peer_lost")
-        self._outbox.close_reader(worker)
+        self.outbox.close_reader(worker)
 
     def step(self) -> bool:
         """Drop what is stale, then let the most urgent engine do one unit of work; False where none has more."""
@@ -274,8 +274,8 @@ class Runner:
                 at = self._reported_ns + _REPORT_NS
         if self._early:
             at = min(at, self._expire_early())
-        if self._outbox.frees_ns:
-            at = min(at, self._outbox.frees_ns)
+        if self.outbox.frees_ns:
+            at = min(at, self.outbox.frees_ns)
         for seat in self._seat_list:
             if seat.lingering:
                 at = min(at, self._expire_kept(seat))
@@ -285,7 +285,7 @@ class Runner:
     @property
     def is_drained(self) -> bool:
         """True where the worker was told to drain and holds nothing for anybody any more."""
-        if not self.is_draining or self._outbox.tickets:
+        if not self.is_draining or self.outbox.tickets:
             return False
         return not any(seat.sessions or seat.turns or seat.lingering for seat in self._seats.values())
 
@@ -347,12 +347,12 @@ class Runner:
             case Credit():
                 self._credit(message)
             case Free(tickets):
-                self._outbox.release(source, tickets)
+                self.outbox.release(source, tickets)
                 self._pump_all()
             case Abort():
                 self._abort(message)
             case Ping():
-                self._outbox.say(CONTROL, Pong(message.serial))
+                self.outbox.say(CONTROL, Pong(message.serial))
             case Drain():
                 self.is_draining = True
             case _:
@@ -363,7 +363,7 @@ class Runner:
         seat = self._seats.get(receiver)
         if seat is None or not self._fences.admits(stamp):
             self._counts["stale_chunks"] += 1
-            discard(item, source, self._outbox)
+            discard(item, source, self.outbox)
             return
         key = stamp[:4]
         turn = seat.turns.get(key)
@@ -371,13 +371,13 @@ class Runner:
             self._arrive(seat, turn, item, source)
         elif key in seat.over or key in seat.lingering or key in seat.broken:
             self._counts["late_chunks"] += 1
-            discard(item, source, self._outbox)
+            discard(item, source, self.outbox)
         else:
             self._keep_early(seat, key, stamp, item, source)
 
     def _arrive(self, seat: Seat, turn: StageTurn, item: Item, source: int) -> None:
         if turn.life is not _RUNNING:
-            discard(item, source, self._outbox)
+            discard(item, source, self.outbox)
             return
         if item.outcome is _FAILED:
             self._fail(seat, turn, item.reason)
@@ -391,7 +391,7 @@ class Runner:
         if self._early_bytes + nbytes > self._limits.early_bytes:
             self._counts["early_chunks_refused"] += 1
             seat.broken.add(key)
-            discard(item, source, self._outbox)
+            discard(item, source, self.outbox)
             return
         early = self._early.get((seat.stage, key))
         if early is None:
@@ -439,7 +439,7 @@ class Runner:
             self._end_unopened(seat, stamp, *self._refusal(seat, stamp, session))
         if message.first is not None:
             self._counts["late_chunks"] += 1
-            discard(message.first, opener, self._outbox)
+            discard(message.first, opener, self.outbox)
 
     def _begin(self, seat: Seat, key: TurnKey, session: SessionKey, message: OpenTurn, opener: int) -> None:
         """Open what hangs on the turn before its engine can have made anything, then tell the engine."""
@@ -476,7 +476,7 @@ class Runner:
         seat.over.add(key)
         if (seat.stage, key) in self._early:
             self._drop_early((seat.stage, key))
-        self._outbox.say(CONTROL, Ended(seat.stage, stamp, outcome, reason))
+        self.outbox.say(CONTROL, Ended(seat.stage, stamp, outcome, reason))
 
     def _refusal(self, seat: Seat, stamp: Stamp, session: SessionKey) -> tuple[Outcome, str]:
         """Why the turn does not begin."""
@@ -501,9 +501,9 @@ class Runner:
         seat, session = self._seats[message.stage], message.session
         if session not in seat.sessions:
             self._counts["stale_feeds"] += 1
-            self._outbox.read(SERVER, message.body, lambda _: None)
+            self.outbox.read(SERVER, message.body, lambda _: None)
             return
-        self._outbox.read(SERVER, message.body, lambda payload: seat.engine.listen(session, payload))
+        self.outbox.read(SERVER, message.body, lambda payload: seat.engine.listen(session, payload))
         self._mark(seat)
 
     def _feed_turn(self, message: FeedTurn) -> None:
@@ -525,14 +525,14 @@ class Runner:
             if session in seat.sessions:
                 payload = seat.engine.snapshot(session)
         finally:
-            self._outbox.snapshotted(seat.stage, session, message.ticket, payload)
+            self.outbox.snapshotted(seat.stage, session, message.ticket, payload)
 
     def _restore(self, message: Restore) -> None:
         seat, session = self._seats[message.stage], message.session
         if session not in seat.sessions:
-            self._outbox.read(SERVER, message.body, lambda _: None)
+            self.outbox.read(SERVER, message.body, lambda _: None)
             raise SessionError(session, "session_unknown")
-        self._outbox.read(SERVER, message.body, lambda payload: seat.engine.restore(session, payload))
+        self.outbox.read(SERVER, message.body, lambda payload: seat.engine.restore(session, payload))
         self._mark(seat)
 
     # -- what overtakes
@@ -614,7 +614,7 @@ class Runner:
         self._early_bytes -= early.nbytes
         self._counts["early_chunks_dropped"] += len(early.items)
         for item, source in early.items:
-            discard(item, source, self._outbox)
+            discard(item, source, self.outbox)
 
     def _expire_early(self) -> int:
         """Drop early chunks of turns that do not open; when the next ones are due."""
@@ -665,12 +665,12 @@ class Runner:
         self._changed, self._reported_ns = False, now
         for stage, seat in self._seats.items():
             load = seat.engine.load_now()
-            self._outbox.say(
+            self.outbox.say(
                 CONTROL,
                 Report(stage, load.sessions, load.turns, load.queued, load.bytes_used, load.bytes_cap),
             )
         if self._counts:
-            self._outbox.say(CONTROL, Counted(dict(self._counts)))
+            self.outbox.say(CONTROL, Counted(dict(self._counts)))
             self._counts.clear()
 
 

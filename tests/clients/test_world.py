@@ -132,6 +132,20 @@ async def test_sessions_are_closed_with_the_link(door: FakeDoor) -> None:
     await door.until(lambda: not door.sessions)
 
 
+@pytest.mark.parametrize("again", [False, True])
+async def test_whoever_leaves_while_the_line_is_down_closes_the_sessions_all_the_same(
+    door: FakeDoor, again: bool
+) -> None:
+    async with connect(door.url, clock=HastyClock()) as link:
+        await link.open()
+        await link.open()
+        if again:
+            door.lose("session.close", "before")
+        link.drop_transport()
+    await door.until(lambda: not door.sessions)
+    assert link.counts.resumes == 1 + again
+
+
 async def test_a_closed_rollout_says_so(world: World) -> None:
     await world.close()
     await world.close()
